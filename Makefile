@@ -1,0 +1,49 @@
+# Two commands a newcomer needs: `make demo` and `make test`. Both create .venv on first use.
+# pip reads the index and any local wheels from its own configuration; constraints.txt pins torch.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help demo test test-slow lint types bench fuzz build clean
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/core.stamp: pyproject.toml constraints.txt
+	@echo "==> creating $(VENV) and installing fedfp8 (core; torch pinned by constraints.txt)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q --progress-bar off -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt
+	@echo "==> creating $(VENV) and installing fedfp8[dev] (data sets, Flower, test tools; a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q --progress-bar off -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/core.stamp
+
+demo: $(VENV)/core.stamp   ## accuracy against bytes for FP32, BQ, UQ, UQ+ and DQ on real handwritten digits
+	@echo "==> fedfp8 demo"
+	@$(BIN)/fedfp8 demo
+
+test: $(VENV)/dev.stamp    ## the fast test suite (under 10 minutes on two cores)
+	@echo "==> pytest (fast suite)"
+	@$(BIN)/python -m pytest
+
+test-slow: $(VENV)/dev.stamp ## everything, long tests included
+	@$(BIN)/python -m pytest -m ''
+
+lint: $(VENV)/dev.stamp    ## ruff: lint and format check
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp   ## mypy over src
+	@$(BIN)/mypy
+
+bench: $(VENV)/dev.stamp   ## the benchmark tables of docs/benchmarks.md
+	@$(BIN)/fedfp8 bench
+
+build: $(VENV)/dev.stamp   ## a pure-Python wheel in dist/
+	@$(BIN)/python -m build --wheel
+
+clean:                     ## remove the virtual environment and caches
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache

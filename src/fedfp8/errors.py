@@ -1,0 +1,25 @@
+"""Every error fedfp8 raises on purpose. Each message says what was given, what is allowed and what to do."""
+
+
+class Fedfp8Error(Exception):
+    """Base of all errors raised by fedfp8."""
+
+
+class QuantizationError(Fedfp8Error, ValueError):
+    """A tensor, range, step or code that cannot be quantized; names the tensor where one is known."""
+
+
+class WireFormatError(Fedfp8Error, ValueError):
+    """A payload that is not a valid fedfp8 message, or not one for this model or reference."""
+
+
+class ConfigError(Fedfp8Error, ValueError):
+    """Settings that are unknown, out of range or contradict each other."""
+
+
+class DataError(Fedfp8Error, ValueError):
+    """A data set that is missing, damaged or cannot be split as asked."""
+
+
+class RunError(Fedfp8Error, RuntimeError):
+    """A run that cannot start, continue or be resumed."""
