@@ -1,0 +1,91 @@
+"""The networks of the paper, and the small one of the `digits` preset: plain modules that know nothing of quantization.
+
+:func:`build` makes one by name; :func:`table` lists them with their parameter counts beside those the paper gives.
+No network has dropout or batch statistics: the first would draw from torch's global generator, the second would have to
+be averaged between clients that saw different data.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedfp8.errors import ConfigError
+from fedfp8.models.digits import digits
+from fedfp8.models.kwt import kwt1
+from fedfp8.models.lenet import lenet
+from fedfp8.models.matchboxnet import matchboxnet
+from fedfp8.models.resnet import resnet18
+
+__all__ = ["MODELS", "Model", "build", "digits", "kwt1", "lenet", "matchboxnet", "resnet18", "table"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network by name: how to make it, what one example looks like, and what the paper says of its size."""
+
+    make: Callable[..., nn.Module]
+    num_classes: int
+    input_shape: tuple[int, ...]
+    paper: str
+    about: str
+
+
+MODELS = {
+    "digits": Model(digits, 10, (1, 8, 8), "-", "two convolutions for 8x8 grey images"),
+    "lenet": Model(lenet, 10, (3, 32, 32), "800K", "two 5x5 convolutions, three linear layers"),
+    "resnet18": Model(
+        resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"
+    ),
+    "matchboxnet": Model(matchboxnet, 35, (64, 128), "350K", "MatchboxNet-3x1x64, GroupNorm, 64 MFCC"),
+    "kwt1": Model(
+        kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"
+    ),
+}
+
+
+def build(name: str, num_classes: int | None = None, *, seed: int | None = None, **options: Any) -> nn.Module:
+    """The network `name` for `num_classes` (its usual number if None); `options` go to its constructor.
+
+    With a `seed` the initial weights are drawn from it and torch's global generator is left as it was; without one they
+    are drawn from the global generator, as torch does.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    model = MODELS[name]
+    allowed = [o for o in inspect.signature(model.make).parameters if o != "num_classes"]
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise ConfigError(
+            f"model {name!r} has no option {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}"
+        )
+    classes = model.num_classes if num_classes is None else num_classes
+    if classes < 1:
+        raise ConfigError(f"num_classes is {classes}; a classifier needs at least 1")
+    if seed is None:
+        return model.make(classes, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return model.make(classes, **options)
+
+
+def table() -> list[dict[str, Any]]:
+    """One row a network at its usual number of classes: name, classes, input shape, parameters, the paper's figure."""
+    rows = []
+    for name, model in MODELS.items():
+        with torch.device("meta"):
+            count = sum(p.numel() for p in model.make(model.num_classes).parameters())
+        rows.append(
+            {
+                "model": name,
+                "classes": model.num_classes,
+                "input": "x".join(map(str, model.input_shape)),
+                "parameters": count,
+                "paper": model.paper,
+                "about": model.about,
+            }
+        )
+    return rows
