@@ -1,0 +1,106 @@
+"""Data sets as compact tensors: load once, share everywhere.
+
+    data = load("cifar10", "/path/to/data")    # uint8 [50000, 3, 32, 32], int64 labels
+    data.train_x[indices]
+
+Loading checks what was found (counts, classes, shapes, checksums where known) and keeps the decoded arrays in
+a cache (:mod:`fedfp8.data.cache`), so every later load, in any process, maps the same pages and copies
+nothing. To hand tensors to worker processes instead of letting them map the cache, use :meth:`Dataset.share`.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedfp8.data.cache import Arrays, Meta, identity, open_cached
+from fedfp8.data.images import read_images
+from fedfp8.data.source import find_source
+from fedfp8.data.spec import SPECS, Spec
+from fedfp8.errors import DataError
+
+__all__ = ["Dataset", "load", "spec_of"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test examples, stored compactly; a transform turns batches of them into float32."""
+
+    name: str
+    train_x: Tensor  # uint8 [N, C, H, W] or float16 [N, coefficients, frames]
+    train_y: Tensor  # int64 [N]
+    test_x: Tensor
+    test_y: Tensor
+    classes: tuple[str, ...]
+    train_groups: Tensor | None = None  # int64 [N]: speaker of each training example, 0 .. G-1
+    groups: tuple[str, ...] = ()  # names of the groups
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.train_x.shape[1:])
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def share(self) -> "Dataset":
+        """The same data in shared memory: passing it to a torch.multiprocessing process copies nothing.
+
+        A memory-mapped tensor cannot itself be sent, so this costs one copy into shared memory.
+        """
+
+        def shared(tensor: Tensor) -> Tensor:
+            return tensor if tensor.is_shared() else tensor.clone().share_memory_()
+
+        return replace(
+            self,
+            train_x=shared(self.train_x),
+            train_y=shared(self.train_y),
+            test_x=shared(self.test_x),
+            test_y=shared(self.test_y),
+            train_groups=None if self.train_groups is None else shared(self.train_groups),
+        )
+
+
+def spec_of(name: str) -> Spec:
+    """The description of a data set; DataError with the known names otherwise."""
+    if name not in SPECS:
+        raise DataError(f"unknown data set {name!r}; known are {', '.join(SPECS)}")
+    return SPECS[name]
+
+
+def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
+    """Open a data set, decoding it into the cache the first time.
+
+    Raises:
+        DataError: unknown name, files missing (the message says how to get them) or not what they should be.
+    """
+    spec = spec_of(name)
+    if spec.kind == "digits":
+        return _as_dataset(name, *read_digits())
+    source = find_source(spec, data_dir)
+    settings: dict[str, Any] = {"files": identity(source.files, source.folder)}
+    return _as_dataset(name, *open_cached(name, settings, lambda: read_images(spec, source)))
+
+
+def _as_dataset(name: str, arrays: Arrays, meta: Meta) -> Dataset:
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    return Dataset(name=name, classes=tuple(meta["classes"]), groups=tuple(meta.get("groups", ())), **tensors)
+
+
+def read_digits() -> tuple[Arrays, Meta]:
+    """scikit-learn's 1,797 digits; every fifth in order of class (so evenly by class) is a test example."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.argsort(labels, kind="stable")
+    test = np.zeros(len(labels), dtype=bool)
+    test[order[::5]] = True
+    x: NDArray[np.uint8] = images.astype(np.uint8).reshape(-1, 1, 8, 8)
+    y = labels.astype(np.int64)
+    arrays = {"train_x": x[~test], "train_y": y[~test], "test_x": x[test], "test_y": y[test]}
+    return arrays, {"classes": [str(c) for c in range(10)], "verified": "comes with scikit-learn"}
