@@ -9,7 +9,7 @@ nothing. To hand tensors to worker processes instead of letting them map the cac
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedfp8.data.cache import Arrays, Meta, identity, open_cached
+from fedfp8.data.features import MFCC, features_named
 from fedfp8.data.images import read_images
 from fedfp8.data.source import find_source
 from fedfp8.data.spec import SPECS, Spec
+from fedfp8.data.speech import read_speech
 from fedfp8.errors import DataError
 
 __all__ = ["Dataset", "load", "spec_of"]
@@ -73,8 +75,14 @@ def spec_of(name: str) -> Spec:
     return SPECS[name]
 
 
-def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
+def load(
+    name: str, data_dir: str | os.PathLike[str] | None = None, *, features: str | MFCC = "kwt"
+) -> Dataset:
     """Open a data set, decoding it into the cache the first time.
+
+    Args:
+        data_dir: folder of data sets; default $FEDFP8_DATA, else where `fedfp8 data fetch` writes to.
+        features: what speech is turned into: "kwt", "matchboxnet" or own settings; other data ignore it.
 
     Raises:
         DataError: unknown name, files missing (the message says how to get them) or not what they should be.
@@ -84,6 +92,10 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
         return _as_dataset(name, *read_digits())
     source = find_source(spec, data_dir)
     settings: dict[str, Any] = {"files": identity(source.files, source.folder)}
+    if spec.kind == "speech":
+        chosen = features_named(features)
+        settings |= {"features": asdict(chosen)}
+        return _as_dataset(name, *open_cached(name, settings, lambda: read_speech(spec, source, chosen)))
     return _as_dataset(name, *open_cached(name, settings, lambda: read_images(spec, source)))
 
 

@@ -1,8 +1,9 @@
-"""The networks of the paper, and the small one of the `digits` preset: plain modules that know nothing of quantization.
+"""The networks of the paper, and the small one of the `digits` preset: plain modules that know nothing of
+quantization.
 
-:func:`build` makes one by name; :func:`table` lists them with their parameter counts beside those the paper gives.
-No network has dropout or batch statistics: the first would draw from torch's global generator, the second would have to
-be averaged between clients that saw different data.
+:func:`build` makes one by name; :func:`table` lists them with their parameter counts beside those the paper
+gives. No network has dropout or batch statistics: the first would draw from torch's global generator, the
+second would have to be averaged between clients that saw different data.
 """
 
 import inspect
@@ -50,8 +51,8 @@ MODELS = {
 def build(name: str, num_classes: int | None = None, *, seed: int | None = None, **options: Any) -> nn.Module:
     """The network `name` for `num_classes` (its usual number if None); `options` go to its constructor.
 
-    With a `seed` the initial weights are drawn from it and torch's global generator is left as it was; without one they
-    are drawn from the global generator, as torch does.
+    With a `seed` the initial weights are drawn from it and torch's global generator is left as it was;
+    without one they are drawn from the global generator, as torch does.
     """
     if name not in MODELS:
         raise ConfigError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
@@ -73,7 +74,9 @@ def build(name: str, num_classes: int | None = None, *, seed: int | None = None,
 
 
 def table() -> list[dict[str, Any]]:
-    """One row a network at its usual number of classes: name, classes, input shape, parameters, the paper's figure."""
+    """One row a network at its usual number of classes: name, classes, input shape, parameters, the paper's
+    figure.
+    """
     rows = []
     for name, model in MODELS.items():
         with torch.device("meta"):

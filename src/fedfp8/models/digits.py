@@ -1,7 +1,7 @@
 """The network of the `digits` preset: 8x8 grey images, 38,282 parameters.
 
-Large enough that names, ranges and headers do not dominate a message, small enough that a client's round takes a
-fraction of a second.
+Large enough that names, ranges and headers do not dominate a message, small enough that a client's round
+takes a fraction of a second.
 """
 
 from torch import nn

@@ -1,12 +1,12 @@
 """KWT-1, the Keyword Transformer (Berg, O'Connor and Cruz 2021): attention over time on MFCC.
 
-Every frame of 40 coefficients is a token of width 64; a class token is put in front, positions are learned; 12 post-norm
-blocks of one-head attention and a 256-wide MLP; the class token is classified. 607,308 parameters at the 12 classes of the
-original ("607K"), 608,803 at 35; the FP8 paper says "450K".
+Every frame of 40 coefficients is a token of width 64; a class token is put in front, positions are learned;
+12 post-norm blocks of one-head attention and a 256-wide MLP; the class token is classified. 607,308
+parameters at the 12 classes of the original ("607K"), 608,803 at 35; the FP8 paper says "450K".
 
-The products of attention are :class:`~fedfp8.modules.MatMul` modules, so that they can be found and quantized. The softmax
-stays between them in FP32. The last block computes the class token only: nothing reads the other 98, so the output is
-the same and a block of twelve nearly free.
+The products of attention are :class:`~fedfp8.modules.MatMul` modules, so that they can be found and
+quantized. The softmax stays between them in FP32. The last block computes the class token only: nothing
+reads the other 98, so the output is the same and a block of twelve nearly free.
 """
 
 import torch
@@ -21,7 +21,9 @@ WIDTH, DEPTH, HIDDEN = 64, 12, 256
 
 
 class Attention(nn.Module):
-    """One head. (batch, tokens, width), number of leading tokens to answer for -> (batch, that number, width)."""
+    """One head. (batch, tokens, width), number of leading tokens to answer for -> (batch, that number,
+    width).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()

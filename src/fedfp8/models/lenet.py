@@ -1,7 +1,7 @@
 """LeNet as used in federated learning on CIFAR (FedAvg, FedDyn): 797,962 parameters at 10 classes.
 
-The max-pool comes before the ReLU. Both are monotone, so they commute exactly, and the ReLU (and whatever follows it)
-then works on a quarter of the elements.
+The max-pool comes before the ReLU. Both are monotone, so they commute exactly, and the ReLU (and whatever
+follows it) then works on a quarter of the elements.
 """
 
 import torch

@@ -1,11 +1,13 @@
 """MatchboxNet-3x1x64 (Majumdar and Ginsburg 2020): 1D time-channel separable convolutions on MFCC.
 
-A separable convolution is a depthwise one along time, then a pointwise one across channels. Prologue (kernel 11), three
-residual blocks of one separable convolution each (B=3, R=1, C=64; kernels 13, 15, 17), an epilogue (kernel 29 with
-dilation 2, then pointwise), the mean over time, a linear classifier. 77,214 parameters at the 30 classes of Speech
-Commands v1 as in the original paper ("77K"), 77,859 at 35; the FP8 paper's "350K" fits no reading of 3x1x64.
+A separable convolution is a depthwise one along time, then a pointwise one across channels. Prologue
+(kernel 11), three residual blocks of one separable convolution each (B=3, R=1, C=64; kernels 13, 15, 17),
+an epilogue (kernel 29 with dilation 2, then pointwise), the mean over time, a linear classifier. 77,214
+parameters at the 30 classes of Speech Commands v1 as in the original paper ("77K"), 77,859 at 35; the FP8
+paper's "350K" fits no reading of 3x1x64.
 
-GroupNorm stands where the original has BatchNorm, for the reason given in `resnet.py`; the number of parameters is the same.
+GroupNorm stands where the original has BatchNorm, for the reason given in `resnet.py`; the number of
+parameters is the same.
 """
 
 import torch
@@ -42,7 +44,9 @@ class Block(nn.Module):
 
 
 class MatchboxNet(nn.Module):
-    """(batch, features, time) -> (batch, num_classes); any length of time, the original pads to 128 frames."""
+    """(batch, features, time) -> (batch, num_classes); any length of time, the original pads to 128
+    frames.
+    """
 
     def __init__(self, num_classes: int = 35, features: int = 64) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """ResNet18 (He et al. 2016) with GroupNorm in place of BatchNorm, as the paper does for skewed clients.
 
-Two stems. `cifar`, the default, is a 3x3 convolution of stride 1 and no max-pool: 11,173,962 parameters at 10 classes.
-`imagenet` is the original 7x7 convolution of stride 2 and max-pool: 11,181,642. The paper does not say which it used;
-its 92 % on CIFAR-10 is out of reach for the second, which leaves 8x8 pixels after the stem.
+Two stems. `cifar`, the default, is a 3x3 convolution of stride 1 and no max-pool: 11,173,962 parameters at
+10 classes. `imagenet` is the original 7x7 convolution of stride 2 and max-pool: 11,181,642. The paper does
+not say which it used; its 92 % on CIFAR-10 is out of reach for the second, which leaves 8x8 pixels after
+the stem.
 """
 
 import torch

@@ -1,0 +1,211 @@
+"""Numba kernels behind the FP8 numerics: flat float32 arrays in, flat arrays out, one pass, no temporaries.
+
+Rounding uses no ``log2`` (the textbook formula picks the wrong binade for floats next to a power of two). With
+y = x * (top / alpha) on the standard grid, the exponent bits of y give its binade b = 2**floor(log2|y|), the step there is
+s = b / 2**m, and adding and subtracting c = 1.5 * 2**23 * s rounds y to a multiple of s, ties to even:
+
+    c = max(binade(y), smallest normal) * (1.5 * 2**(23 - m))        # subnormals share the lowest binade
+    q = (y + c) - c
+
+Stochastic rounding adds s * (u - 1/2) first, with u from a hash of (seed, index). All of it is plain IEEE float32
+arithmetic in a fixed order, so results are equal on every machine, for every number of threads, and to the torch
+version in `eager.py`. Only sums may be taken in another order (`plus`).
+
+The dice: ``uniform`` is a two-round multiply-xorshift bijection of the index with a 32-bit key before each round;
+u = ((h >> 9) + 1/2) / 2**23 is exact in float32 and lies strictly between 0 and 1.
+"""
+
+import numpy as np
+from numba import njit
+
+from fedfp8.fp8.intrinsics import binade, centred, code_of, plus, poison, snap, uniform, value_of
+
+F = np.float32
+HALF = F(0.5)
+TWO = F(2.0)
+CHUNK = 1 << 15  # elements per partial sum
+
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+
+
+# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are dice, element i
+# of the array uses hash(i ^ key0, key1): a caller that hands over an aligned piece of a tensor puts its start into key0.
+
+
+@kernel
+def quantize(x, out, scale_in, scale_out, top, lowest, magic):
+    for i in range(x.size):
+        y = min(max(x[i] * scale_in, -top), top)
+        out[i] = snap(y, max(binade(y), lowest) * magic) * scale_out
+
+
+@kernel
+def quantize_stochastic(x, out, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
+    for i in range(x.size):
+        y = min(max(x[i] * scale_in, -top), top)
+        b = max(binade(y), lowest)
+        y = y + centred(i, key0, key1) * (b * spread)
+        out[i] = min(max(snap(y, b * magic), -top), top) * scale_out
+
+
+@kernel
+def to_codes(x, out, scale_in, top, lowest, magic, shift, offset, sign_shift):
+    """Returns non-zero if x held NaN or Inf; the same for the kernels below that return something."""
+    bad = np.uint32(0)
+    for i in range(x.size):
+        bad = np.uint32(bad | poison(x[i]))
+        y = min(max(x[i] * scale_in, -top), top)
+        b = max(binade(y), lowest)
+        out[i] = code_of(y, b, b * magic, shift, offset, sign_shift)
+    return bad
+
+
+@kernel
+def to_codes_stochastic(x, out, scale_in, top, lowest, magic, spread, shift, offset, sign_shift, key0, key1):
+    bad = np.uint32(0)
+    for i in range(x.size):
+        bad = np.uint32(bad | poison(x[i]))
+        y = min(max(x[i] * scale_in, -top), top)
+        b = max(binade(y), lowest)
+        y = y + centred(i, key0, key1) * (b * spread)
+        out[i] = code_of(y, b, b * magic, shift, offset, sign_shift)
+    return bad
+
+
+@kernel
+def from_codes(codes, out, scale_out, lowest, shift, offset, sign_shift):
+    for i in range(codes.size):
+        out[i] = value_of(codes[i], shift, offset, lowest, sign_shift) * scale_out
+
+
+@kernel
+def dither(x, out, per_step, limit, key0, key1):
+    """Returns non-zero if an element is not finite or |x| / step exceeds `limit`."""
+    bad = False
+    for i in range(x.size):
+        y = x[i] * per_step
+        bad |= not (abs(y) <= limit)
+        out[i] = np.int32(np.floor(y + uniform(i, key0, key1)))
+    return bad
+
+
+@kernel
+def undither(k, out, step, key0, key1):
+    for i in range(k.size):
+        out[i] = (F(k[i]) + (HALF - uniform(i, key0, key1))) * step
+
+
+@kernel
+def dice(out, key0, key1):
+    for i in range(out.size):
+        out[i] = uniform(i, key0, key1)
+
+
+# Sums: `partial` gets one float64 per CHUNK elements, so that the total does not depend on the number of threads.
+
+
+@kernel
+def fake_quantize_backward(x, g, gx, partial, alpha, scale_in, scale_out, top, lowest, magic):
+    """gx = dL/dx; partial sums of dL/dalpha: (q-x)/alpha inside, sign(x) outside, halves on the edge."""
+    for chunk in range(partial.size):
+        lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, x.size)
+        x_, g_, gx_ = (
+            x[lo:hi],
+            g[lo:hi],
+            gx[lo:hi],
+        )  # slices from 0 let the loop vectorise without index checks
+        inside, outside = F(0), F(0)
+        for i in range(x_.size):
+            xi, gi = x_[i], g_[i]
+            y = min(max(xi * scale_in, -top), top)
+            q = snap(y, max(binade(y), lowest) * magic) * scale_out
+            a = abs(xi)
+            keep = HALF * F(a < alpha) + HALF * F(a <= alpha)
+            gx_[i] = gi * keep
+            inside = plus(inside, gi * (q - xi) * F(a < alpha))
+            outside = plus(outside, gi * np.copysign(F(1) - keep, xi))
+        partial[chunk] = np.float64(inside) / np.float64(alpha) + np.float64(outside)
+
+
+@kernel
+def fake_quantize_backward_stochastic(
+    x, g, gx, partial, alpha, scale_in, scale_out, top, lowest, magic, spread, key0, key1
+):
+    for chunk in range(partial.size):
+        key = np.uint32(key0 ^ np.uint32(chunk * CHUNK))
+        lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, x.size)
+        x_, g_, gx_ = (
+            x[lo:hi],
+            g[lo:hi],
+            gx[lo:hi],
+        )  # slices from 0 let the loop vectorise without index checks
+        inside, outside = F(0), F(0)
+        for i in range(x_.size):
+            xi, gi = x_[i], g_[i]
+            y = min(max(xi * scale_in, -top), top)
+            b = max(binade(y), lowest)
+            y = y + centred(i, key, key1) * (b * spread)
+            q = min(max(snap(y, b * magic), -top), top) * scale_out
+            a = abs(xi)
+            keep = HALF * F(a < alpha) + HALF * F(a <= alpha)
+            gx_[i] = gi * keep
+            inside = plus(inside, gi * (q - xi) * F(a < alpha))
+            outside = plus(outside, gi * np.copysign(F(1) - keep, xi))
+        partial[chunk] = np.float64(inside) / np.float64(alpha) + np.float64(outside)
+
+
+@kernel
+def error_nearest(w, target, partial, scale_in, scale_out, top, lowest, magic):
+    for chunk in range(partial.size):
+        lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
+        w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks
+        total = F(0)
+        for i in range(w_.size):
+            y = min(max(w_[i] * scale_in, -top), top)
+            d = snap(y, max(binade(y), lowest) * magic) * scale_out - target_[i]
+            total = plus(total, d * d)
+        partial[chunk] = np.float64(total)
+
+
+@kernel
+def error_expected(w, target, partial, scale_in, scale_out, top, lowest, magic, per_level):
+    """Expectation over the dice: (clip(w) - t)**2 + s**2 f (1 - f), f the place between the two neighbours."""
+    for chunk in range(partial.size):
+        lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
+        w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks
+        clipped, rounding = F(0), F(0)
+        for i in range(w_.size):
+            y = min(max(w_[i] * scale_in, -top), top)
+            b = max(binade(y), lowest)
+            d = abs(y - snap(y, b * magic))
+            rounding = plus(rounding, d * (b * per_level - d))
+            e = y * scale_out - target_[i]
+            clipped = plus(clipped, e * e)
+        partial[chunk] = np.float64(clipped) + np.float64(rounding) * np.float64(scale_out) ** 2
+
+
+@kernel
+def error_stochastic(w, target, partial, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
+    for chunk in range(partial.size):
+        key = np.uint32(key0 ^ np.uint32(chunk * CHUNK))
+        lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
+        w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks
+        total = F(0)
+        for i in range(w_.size):
+            y = min(max(w_[i] * scale_in, -top), top)
+            b = max(binade(y), lowest)
+            y = y + centred(i, key, key1) * (b * spread)
+            d = min(max(snap(y, b * magic), -top), top) * scale_out - target_[i]
+            total = plus(total, d * d)
+        partial[chunk] = np.float64(total)
+
+
+@kernel
+def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
+    """One straight-through gradient step on ||Q_rand(w) - target||**2 (the paper's equation 5)."""
+    for i in range(w.size):
+        y = min(max(w[i] * scale_in, -top), top)
+        b = max(binade(y), lowest)
+        y = y + centred(i, key0, key1) * (b * spread)
+        q = min(max(snap(y, b * magic), -top), top) * scale_out
+        out[i] = w[i] - rate * (TWO * (q - target[i])) * F(abs(w[i]) <= alpha)
