@@ -9,7 +9,28 @@ Nothing here imports pyarrow, librosa, PIL, datasets, scikit-learn or matplotlib
 """
 
 from fedfp8.data.datasets import Dataset, load
+from fedfp8.data.features import FEATURES, MFCC
+from fedfp8.data.manage import Check, Listing, check, fetch, list_datasets
 from fedfp8.data.partition import KINDS, partition
+from fedfp8.data.report import ClientRow, PartitionReport, draw_partition, partition_report
 from fedfp8.data.transform import Transform, transform_for
 
-__all__ = ["KINDS", "Dataset", "Transform", "load", "partition", "transform_for"]
+__all__ = [
+    "FEATURES",
+    "KINDS",
+    "MFCC",
+    "Check",
+    "ClientRow",
+    "Dataset",
+    "Listing",
+    "PartitionReport",
+    "Transform",
+    "check",
+    "draw_partition",
+    "fetch",
+    "list_datasets",
+    "load",
+    "partition",
+    "partition_report",
+    "transform_for",
+]

@@ -42,14 +42,20 @@ def identity(files: list[Path], root: Path) -> list[tuple[str, int, int]]:
 
 
 def open_cached(
-    name: str, settings: Mapping[str, Any], build: Callable[[], tuple[Arrays, Meta]]
+    name: str, settings: Mapping[str, Any], build: Callable[[], tuple[Arrays, Meta]], rebuild: bool = False
 ) -> tuple[Arrays, Meta]:
-    """Arrays and description of the entry for `settings`; `build` is called if there is none yet."""
+    """Arrays and description of the entry for `settings`; `build` is called if there is none yet.
+
+    `rebuild` makes it anew. Processes that have the old entry open keep it.
+    """
     text = json.dumps({"version": VERSION, "name": name, **settings}, sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder = cache_root() / "arrays" / f"{name}-{key}"
-    if not folder.exists():
-        _write(folder, *build())
+    if rebuild or not folder.exists():
+        made = build()  # first: a source that fails its checks leaves the old entry alone
+        if rebuild:
+            shutil.rmtree(folder, ignore_errors=True)
+        _write(folder, *made)
     return _read(folder)
 
 
@@ -67,11 +73,11 @@ def _write(folder: Path, arrays: Arrays, meta: Meta) -> None:
         for name, array in arrays.items():
             with open(temporary / f"{name}.npy", "wb") as file:
                 np.save(file, array, allow_pickle=False)
-                _sync(file.fileno())
+                os.fsync(file.fileno())
         with open(temporary / "meta.json", "w") as text:
             json.dump({**meta, "arrays": {k: [str(a.dtype), *a.shape] for k, a in arrays.items()}}, text)
             text.flush()
-            _sync(text.fileno())
+            os.fsync(text.fileno())
         os.rename(temporary, folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -82,10 +88,6 @@ def _write(folder: Path, arrays: Arrays, meta: Meta) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
 
 
 def _read(folder: Path) -> tuple[Arrays, Meta]:

@@ -40,6 +40,7 @@ class Dataset:
     classes: tuple[str, ...]
     train_groups: Tensor | None = None  # int64 [N]: speaker of each training example, 0 .. G-1
     groups: tuple[str, ...] = ()  # names of the groups
+    verified: str = ""  # what the data was compared with when it was decoded
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -76,13 +77,18 @@ def spec_of(name: str) -> Spec:
 
 
 def load(
-    name: str, data_dir: str | os.PathLike[str] | None = None, *, features: str | MFCC = "kwt"
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    features: str | MFCC = "kwt",
+    rebuild: bool = False,
 ) -> Dataset:
     """Open a data set, decoding it into the cache the first time.
 
     Args:
         data_dir: folder of data sets; default $FEDFP8_DATA, else where `fedfp8 data fetch` writes to.
         features: what speech is turned into: "kwt", "matchboxnet" or own settings; other data ignore it.
+        rebuild: decode and check again even if the cache has it.
 
     Raises:
         DataError: unknown name, files missing (the message says how to get them) or not what they should be.
@@ -92,16 +98,25 @@ def load(
         return _as_dataset(name, *read_digits())
     source = find_source(spec, data_dir)
     settings: dict[str, Any] = {"files": identity(source.files, source.folder)}
+    chosen = features_named(features)
     if spec.kind == "speech":
-        chosen = features_named(features)
         settings |= {"features": asdict(chosen)}
-        return _as_dataset(name, *open_cached(name, settings, lambda: read_speech(spec, source, chosen)))
-    return _as_dataset(name, *open_cached(name, settings, lambda: read_images(spec, source)))
+
+    def build() -> tuple[Arrays, Meta]:
+        return read_speech(spec, source, chosen) if spec.kind == "speech" else read_images(spec, source)
+
+    return _as_dataset(name, *open_cached(name, settings, build, rebuild))
 
 
 def _as_dataset(name: str, arrays: Arrays, meta: Meta) -> Dataset:
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
-    return Dataset(name=name, classes=tuple(meta["classes"]), groups=tuple(meta.get("groups", ())), **tensors)
+    return Dataset(
+        name=name,
+        classes=tuple(meta["classes"]),
+        groups=tuple(meta.get("groups", ())),
+        verified=meta["verified"],
+        **tensors,
+    )
 
 
 def read_digits() -> tuple[Arrays, Meta]:

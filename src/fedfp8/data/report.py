@@ -75,7 +75,7 @@ def _skew(counts: NDArray[np.int64]) -> float:
 
 
 def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title: str = "") -> None:
-    """Picture of a report (PNG, PDF, SVG by suffix): sizes above, share of each class below, client by client."""
+    """Picture of a report (PNG, PDF, SVG by suffix): sizes above, share of each class below."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display needed
 
     counts = np.array([row.counts for row in report.rows])

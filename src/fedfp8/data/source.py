@@ -20,7 +20,7 @@ __all__ = ["Source", "data_root", "find_source", "missing_extra"]
 
 @dataclass(frozen=True)
 class Source:
-    """The files of one data set: parquet by split, or (`archive`) an unpacked official archive."""
+    """The files of one data set: parquet by split, or lists and word folders of an official archive."""
 
     folder: Path
     train: tuple[Path, ...]
@@ -58,8 +58,11 @@ def _look_in(spec: Spec, folder: Path) -> Source | None:
     train, test = _parquet(folder, "train"), _parquet(folder, "test")
     if train and test:
         return Source(folder, train, test)
-    if spec.kind == "speech" and (folder / "testing_list.txt").is_file():
-        return Source(folder, (folder / "validation_list.txt",), (folder / "testing_list.txt",), archive=True)
+    lists = (folder / "validation_list.txt", folder / "testing_list.txt")
+    if spec.kind == "speech" and all(file.is_file() for file in lists):
+        # Word folders stand for their files: a folder's time changes when a file comes or goes.
+        words = tuple(sorted(p for p in folder.iterdir() if p.is_dir()))
+        return Source(folder, (lists[0], *words), (lists[1],), archive=True)
     return None
 
 

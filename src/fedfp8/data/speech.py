@@ -28,7 +28,7 @@ BATCH = 256  # clips whose features are computed at once
 
 @dataclass(frozen=True)
 class Clips:
-    """The clips of one split: what is said, by whom, and where the sound is (a row of the files, or a file)."""
+    """The clips of one split: what is said, by whom, and where the sound is (a row, or a file)."""
 
     words: list[str]
     speakers: list[str]
@@ -106,7 +106,7 @@ def _archive(source: Source, split: str) -> Clips:
 
 
 def _vocabulary(source: Source, train: Clips, test: Clips) -> list[str]:
-    """Words in the order of the files' own labels, or of the alphabet in an archive; the same in both splits."""
+    """Words in the order of the files' own labels, else sorted; the same in both splits."""
     said, tested = set(train.words), set(test.words)
     if said != tested:
         raise DataError(
@@ -114,9 +114,8 @@ def _vocabulary(source: Source, train: Clips, test: Clips) -> list[str]:
             f"{', '.join(sorted(said ^ tested))}; both splits must have the same words"
         )
     names = class_names(source.train[0], "label") if train.files else ()
-    return [w for w in names if w in said] or sorted(
-        said, key=lambda w: (len(w), w) if w.isdigit() else (0, w)
-    )
+    in_order = sorted(said, key=lambda w: (int(w) if w.isdigit() else 0, w))  # unnamed labels: by number
+    return [w for w in names if w in said] or in_order
 
 
 def _features(spec: Spec, clips: Clips, settings: MFCC) -> NDArray[np.float16]:
