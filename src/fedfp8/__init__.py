@@ -1,1 +1,57 @@
-"""fedfp8"""
+"""fedfp8: federated learning in 8-bit floating point.
+
+Numerics (`quantize`, `to_codes`, ...), quantization-aware training (`prepare`), models as few bytes (`pack`, `unpack`), and
+the federated method (`run`). The heavier rooms are imported when first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from fedfp8.fp8 import (
+    E3M4,
+    E4M3,
+    E5M2,
+    Format,
+    dither,
+    fake_quantize,
+    from_codes,
+    quantize,
+    to_codes,
+    undither,
+)
+
+__version__ = "0.1.0"
+_LAZY = {
+    "prepare": "fedfp8.nn",
+    "parameter_groups": "fedfp8.nn",
+    "pack": "fedfp8.packing",
+    "unpack": "fedfp8.packing",
+    "inspect": "fedfp8.wire",
+    "run": "fedfp8.fl",
+    "flower": "fedfp8.flower",
+}
+__all__ = [
+    "E3M4",
+    "E4M3",
+    "E5M2",
+    "Format",
+    "dither",
+    "fake_quantize",
+    "from_codes",
+    "inspect",
+    "pack",
+    "parameter_groups",
+    "prepare",
+    "quantize",
+    "run",
+    "to_codes",
+    "undither",
+    "unpack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fedfp8' has no attribute {name!r}")
+    module = import_module(_LAZY[name])
+    return module if name == "flower" else getattr(module, name)

@@ -1,6 +1,7 @@
 """A partition as a table and as a picture: how many examples each client has, and of which classes."""
 
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title:
     )
     above.set_ylabel("examples")
     above.set_ylim(0, sizes.max() * 1.1)
-    above.set_title(title or str(report), fontsize=8)
+    above.set_title(title or textwrap.fill(str(report), 95), fontsize=8)
     picture = below.imshow(
         share.T, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=max(share.max(), 1e-9)
     )

@@ -47,8 +47,7 @@ def find_source(spec: Spec, data_dir: str | os.PathLike[str] | None) -> Source:
             source = _look_in(spec, folder)
             if source is not None:
                 return source
-            if pattern != ".":
-                tried.append(f"    {folder}{_state(folder)}")
+            tried.append(f"    {folder}{_state(folder)}")
     raise DataError(_advice(spec, root, tried))
 
 
@@ -86,6 +85,7 @@ def _advice(spec: Spec, root: Path, tried: list[str]) -> str:
     files = "train-*.parquet and test-*.parquet"
     if spec.kind == "speech":
         files += ", or the unpacked official archive (<word>/*.wav, testing_list.txt)"
+    by_hand = spec.by_hand or f"copy the parquet files of https://huggingface.co/datasets/{spec.hub} to"
     looked = "\n".join(tried)
     return (
         f"data set {spec.name!r} not found. Missing: {files}. Looked in\n{looked}\n"
@@ -93,8 +93,7 @@ def _advice(spec: Spec, root: Path, tried: list[str]) -> str:
         f"  1. with a network:  fedfp8 data fetch {spec.name} --data-dir {root}\n"
         f"  2. it is somewhere on this machine:  --data-dir DIR (or FEDFP8_DATA=DIR), DIR holding "
         f"{spec.folders[0]}/train-*.parquet\n"
-        f"  3. by hand, on a machine with a network: download https://huggingface.co/datasets/{spec.hub} "
-        f"and copy its parquet files to {root / spec.folders[0]}/"
+        f"  3. by hand, on a machine with a network: {by_hand} {root / spec.folders[0]}/"
     )
 
 

@@ -22,6 +22,7 @@ class Spec:
     hub: str = ""  # repository on the Hugging Face hub
     hub_files: str = "*.parquet"  # what to fetch from it
     hub_revision: str | None = None
+    by_hand: str = ""  # how to get it without the hub; a folder follows
     input: str = ""  # column with the image or the sound
     label: str = "label"
     coarse: str | None = None  # second label, part of CIFAR-100's checksum only
@@ -130,6 +131,10 @@ SPECS: dict[str, Spec] = {
             hub="google/speech_commands",
             hub_files="v0.02/**",
             hub_revision="refs/convert/parquet",  # the main branch is a loading script
+            by_hand=(
+                "unpack "
+                "https://storage.googleapis.com/download.tensorflow.org/data/speech_commands_v0.02.tar.gz to"
+            ),
             input="audio",
             files={
                 "speech_commands_v0.01_10words/test-00000-of-00001.parquet": (

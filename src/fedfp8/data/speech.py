@@ -106,12 +106,12 @@ def _archive(source: Source, split: str) -> Clips:
 
 
 def _vocabulary(source: Source, train: Clips, test: Clips) -> list[str]:
-    """Words in the order of the files' own labels, else sorted; the same in both splits."""
+    """Training words in the order of the files' own labels, else sorted; the test set may have fewer."""
     said, tested = set(train.words), set(test.words)
-    if said != tested:
+    if not tested <= said:
         raise DataError(
-            f"{source.folder}: {len(said)} training and {len(tested)} test words, different: "
-            f"{', '.join(sorted(said ^ tested))}; both splits must have the same words"
+            f"{source.folder}: {len(said)} training and {len(tested)} test words; not in training: "
+            f"{', '.join(sorted(tested - said))}. Use both splits of the same version"
         )
     names = class_names(source.train[0], "label") if train.files else ()
     in_order = sorted(said, key=lambda w: (int(w) if w.isdigit() else 0, w))  # unnamed labels: by number

@@ -1,7 +1,16 @@
 """FP8 numerics: tensors in, tensors out. No modules, no bytes, no files."""
 
 from fedfp8.fp8.format import E3M4, E4M3, E5M2, Format
-from fedfp8.fp8.quantize import dither, from_codes, hash_uniform, quantize, squared_error, to_codes, undither
+from fedfp8.fp8.quantize import (
+    dither,
+    from_codes,
+    hash_uniform,
+    quantize,
+    rms,
+    squared_error,
+    to_codes,
+    undither,
+)
 from fedfp8.fp8.ste import fake_quantize
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "from_codes",
     "hash_uniform",
     "quantize",
+    "rms",
     "squared_error",
     "to_codes",
     "undither",

@@ -23,12 +23,7 @@ class Format:
 
     def __post_init__(self) -> None:
         e, m = self.exponent_bits, self.mantissa_bits
-        if (
-            not (isinstance(e, int) and isinstance(m, int))
-            or not 2 <= e <= 5
-            or m < 0
-            or not 4 <= 1 + e + m <= 8
-        ):
+        if not (isinstance(e, int) and isinstance(m, int)) or not 2 <= e <= 5 or m < 0 or not 4 <= 1 + e + m <= 8:
             raise ValueError(
                 f"Format({e!r}, {m!r}): exponent_bits must be 2 to 5, mantissa_bits >= 0, and sign + exponent + mantissa "
                 "4 to 8 bits in total; e.g. Format(4, 3) or Format(2, 1)"

@@ -70,7 +70,7 @@ def _grid(alpha: float, exponent_bits: int, mantissa_bits: int) -> Grid:
         spread=f32(2.0**-m * (1 - 2.0 ** (m - 19))),
         per_level=f32(2.0**-m),
         shift=u32(shift),
-        offset=u32(((127 - format.bias + 1) << m)),
+        offset=u32((127 - format.bias + 1) << m),
         sign_shift=u32(format.bits - 1),
     )
 

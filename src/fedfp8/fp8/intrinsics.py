@@ -92,9 +92,7 @@ def code_of(typingctx: Any, y: Any, b: Any, c: Any, shift: Any, offset: Any, sig
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         y, b, c, shift, offset, sign_shift = args
         count = builder.sub(builder.bitcast(builder.fadd(y, c), I32), builder.bitcast(c, I32))
-        llvm_abs = builder.module.declare_intrinsic(
-            "llvm.abs", [I32], ir.FunctionType(I32, [I32, ir.IntType(1)])
-        )
+        llvm_abs = builder.module.declare_intrinsic("llvm.abs", [I32], ir.FunctionType(I32, [I32, ir.IntType(1)]))
         absolute = builder.call(llvm_abs, [count, ir.IntType(1)(0)])
         first = builder.sub(builder.lshr(builder.bitcast(b, I32), shift), offset)
         magnitude = builder.add(first, absolute)
@@ -117,9 +115,7 @@ def value_of(typingctx: Any, code: Any, shift: Any, offset: Any, lowest: Any, si
         code = builder.zext(code, I32)
         sign = builder.lshr(code, sign_shift)
         magnitude = builder.xor(code, builder.shl(sign, sign_shift))
-        one_up = builder.shl(
-            builder.add(magnitude, offset), shift
-        )  # bits of the value with its exponent plus one
+        one_up = builder.shl(builder.add(magnitude, offset), shift)  # bits of the value with its exponent plus one
         normal = builder.bitcast(builder.sub(one_up, I32(1 << 23)), F32)
         # exponent 0: read the mantissa as if the exponent were 1, then take the hidden bit away again
         subnormal = builder.fsub(builder.bitcast(one_up, F32), lowest)

@@ -209,3 +209,13 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
         y = y + centred(i, key0, key1) * (b * spread)
         q = min(max(snap(y, b * magic), -top), top) * scale_out
         out[i] = w[i] - rate * (TWO * (q - target[i])) * F(abs(w[i]) <= alpha)
+
+
+@kernel
+def sum_of_squares(x, partial):
+    """In float64 and strictly in order: equal on every machine, since step sizes are made from it."""
+    for chunk in range(partial.size):
+        total = 0.0
+        for value in x[chunk * CHUNK : (chunk + 1) * CHUNK]:
+            total += np.float64(value) * np.float64(value)
+        partial[chunk] = total

@@ -62,9 +62,7 @@ def run(
         return kernel(*cut, *sums, *constants, *dice)
 
     if n >= 2**32:
-        raise ValueError(
-            f"a tensor of {n} elements; the dice are indexed with 32 bits: split it below 2**32 elements"
-        )
+        raise ValueError(f"a tensor of {n} elements; the dice are indexed with 32 bits: split it below 2**32 elements")
     pieces = _pieces(n)
     if len(pieces) == 1:
         return [one(pieces[0])]

@@ -24,7 +24,7 @@ from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
 from fedfp8.fp8.parallel import Keys, dice_keys, run
 
-__all__ = ["dither", "from_codes", "hash_uniform", "quantize", "squared_error", "to_codes", "undither"]
+__all__ = ["dither", "from_codes", "hash_uniform", "quantize", "rms", "squared_error", "to_codes", "undither"]
 
 DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the dice
 Alpha = float | torch.Tensor
@@ -95,9 +95,7 @@ def _to_codes_kernel(x: np.ndarray, out: np.ndarray, g: Grid, keys: Keys | None)
     return run(kernels.to_codes_stochastic, (x, out), constants, keys)
 
 
-def from_codes(
-    codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name: str | None = None
-) -> torch.Tensor:
+def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name: str | None = None) -> torch.Tensor:
     """float32 values of uint8 codes; ``from_codes(to_codes(x, a), a) == quantize(x, a)`` bit for bit."""
     if codes.dtype != torch.uint8:
         raise QuantizationError(
@@ -137,9 +135,7 @@ def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) 
         from fedfp8.fp8 import kernels
 
         out = torch.empty(flat.shape, dtype=torch.int32)
-        bad = any(
-            run(kernels.dither, (flat.numpy(), out.numpy()), (per_step, np.float32(DITHER_LIMIT)), keys)
-        )
+        bad = any(run(kernels.dither, (flat.numpy(), out.numpy()), (per_step, np.float32(DITHER_LIMIT)), keys))
     if bad:
         if not bool(torch.isfinite(x).all()):
             raise _not_finite(x, name)
@@ -176,6 +172,16 @@ def hash_uniform(seed: int, n: int) -> torch.Tensor:
     return out
 
 
+def rms(x: torch.Tensor) -> float:
+    """Root mean square of a CPU tensor, the same on every machine and for every number of threads; 0.0 if empty."""
+    from fedfp8.fp8 import kernels
+
+    flat = x.detach().float().reshape(-1).contiguous()
+    partial = np.zeros(-(-flat.numel() // kernels.CHUNK))
+    run(kernels.sum_of_squares, (flat.numpy(),), (), None, partial, kernels.CHUNK)
+    return math.sqrt(math.fsum(partial) / max(flat.numel(), 1))
+
+
 def squared_error(
     w: torch.Tensor,
     target: torch.Tensor,
@@ -190,9 +196,7 @@ def squared_error(
     rounding: "nearest", "stochastic" (one draw of the dice), or "expected": the exact expectation over the dice.
     """
     if w.shape != target.shape:
-        raise QuantizationError(
-            f"w has shape {tuple(w.shape)} and target {tuple(target.shape)}; they must be equal"
-        )
+        raise QuantizationError(f"w has shape {tuple(w.shape)} and target {tuple(target.shape)}; they must be equal")
     keys = None if rounding == "expected" else _keys(rounding, seed, None)
     w, target = w.detach().reshape(-1).contiguous(), target.detach().reshape(-1).contiguous()
     grids = [grid_for(float(alpha), format) for alpha in alphas]
@@ -207,9 +211,7 @@ def squared_error(
     )
 
 
-def _squared_error_kernel(
-    w: np.ndarray, target: np.ndarray, g: Grid, rounding: str, keys: Keys | None
-) -> float:
+def _squared_error_kernel(w: np.ndarray, target: np.ndarray, g: Grid, rounding: str, keys: Keys | None) -> float:
     from fedfp8.fp8 import kernels
 
     constants = (g.scale_in, g.scale_out, g.top, g.lowest, g.magic)
@@ -277,7 +279,7 @@ def _flat(x: torch.Tensor, *, ordered: bool) -> tuple[torch.Tensor, Callable[[to
     x = x.detach()
     if x.is_contiguous():
         return x.view(-1), lambda out: out.view(x.shape)
-    by_stride = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    by_stride = sorted(range(x.dim()), key=lambda d: -int(x.stride(d)))
     dense = x.permute(by_stride)
     if not ordered and dense.is_contiguous():
         inverse = [by_stride.index(d) for d in range(x.dim())]

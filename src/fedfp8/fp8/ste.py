@@ -35,7 +35,7 @@ def fake_quantize(
         x.requires_grad or (isinstance(alpha, torch.Tensor) and alpha.requires_grad)
     ):
         return quantize(x, alpha, format, rounding=rounding, seed=seed)
-    out: torch.Tensor = _FakeQuantize.apply(x, alpha, format, rounding, seed)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _FakeQuantize.apply(x, alpha, format, rounding, seed)
     return out
 
 
@@ -50,7 +50,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, alpha = ctx.saved_tensors
         gx, galpha = _gradients(x, g, ctx.alpha, ctx.format, ctx.rounding, ctx.seed)
         if alpha is not None:
@@ -67,7 +67,7 @@ def _gradients(
         return _gradients_eager(x, g, alpha, format, rounding, seed)
     from fedfp8.fp8 import kernels
 
-    by_stride = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    by_stride = sorted(range(x.dim()), key=lambda d: -int(x.stride(d)))
     xs, gs = x.permute(by_stride).contiguous(), g.permute(by_stride).contiguous()
     gx = torch.empty_like(xs)
     partial = np.zeros(-(-xs.numel() // kernels.CHUNK))

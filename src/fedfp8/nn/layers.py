@@ -8,7 +8,8 @@ with Q the straight-through quantizer. `alpha` starts at max|weight|; `beta` is 
 first training batch sets it to max|x|. Until then an input passes as it is.
 
 An input that needs no gradient (the data itself, at the first layer) gets a fixed range: learning it would
-cost a convolution with respect to the data in every step, for one number that the data transform fixes anyway.
+cost a convolution with respect to the data in every step, for one number that the data transform fixes
+anyway.
 
 In eval mode rounding is always to nearest, so evaluation is deterministic whatever the training rounding is.
 """
@@ -26,11 +27,21 @@ from fedfp8.modules import MatMul
 from fedfp8.nn.operand import ACTIVATION_FLOOR, Operand, compute, usable, weight_floor
 from fedfp8.rng import derive_seed
 
-__all__ = ["FP8Layer", "QuantConv1d", "QuantConv2d", "QuantLinear", "QuantMatMul", "WeightedLayer", "initial_alpha"]
+__all__ = [
+    "FP8Layer",
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantLinear",
+    "QuantMatMul",
+    "WeightedLayer",
+    "initial_alpha",
+]
 
 
 class FP8Layer(nn.Module):
-    """What the twins share. Made by `prepare`, which changes the class of an existing layer, never directly."""
+    """What the twins share. Made by `prepare`, which changes the class of an existing layer, never
+    directly.
+    """
 
     range_names: ClassVar[tuple[str, ...]] = ("alpha", "beta")
     format: Format = E4M3
@@ -56,7 +67,7 @@ class FP8Layer(nn.Module):
             return "nearest", None
         return "stochastic", derive_seed(self.seed, "qat", self.path, name, self.calls)
 
-    def _weight(self, weight: nn.Parameter) -> Operand:
+    def _weight(self, weight: Tensor) -> Operand:
         alpha: nn.Parameter = self.alpha  # type: ignore[assignment]
         floor = weight_floor(weight)
         if usable(alpha, floor, self._name("alpha")) == 0.0:
@@ -77,8 +88,8 @@ class FP8Layer(nn.Module):
         largest = max(abs(v.item()) for v in torch.aminmax(x.detach()))
         if not math.isfinite(largest):
             raise QuantizationError(
-                f"the first batch seen by {self._name(name)!r} holds NaN or Inf; its largest magnitude was to "
-                "become the range. Look for the layer before it that diverged, or for bad data"
+                f"the first batch seen by {self._name(name)!r} holds NaN or Inf; its largest magnitude was "
+                "to become the range. Look for the layer before it that diverged, or for bad data"
             )
         if largest == 0.0:
             return False
@@ -90,7 +101,9 @@ class FP8Layer(nn.Module):
         return self.rounding == "off"
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A float checkpoint has no ranges: alpha then follows the loaded weight, the others stay as they are."""
+        """A float checkpoint has no ranges: alpha then follows the loaded weight, the others stay as they
+        are.
+        """
         weight = state_dict.get(prefix + "weight")
         for name, range_ in self.ranges().items():
             if prefix + name in state_dict:
@@ -108,7 +121,9 @@ class FP8Layer(nn.Module):
 
 def initial_alpha(weight: Tensor, path: str) -> Tensor:
     """max|w| as a 0-d float32 tensor; 1/sqrt(fan-in) for a weight that starts at zero."""
-    largest = weight.detach().abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
+    largest = (
+        weight.detach().abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
+    )
     if not math.isfinite(largest.item()):
         raise QuantizationError(f"the weight of layer {path!r} holds NaN or Inf; FP8 has neither")
     floor = weight_floor(weight)
@@ -118,8 +133,7 @@ def initial_alpha(weight: Tensor, path: str) -> Tensor:
 class WeightedLayer(FP8Layer):
     """A layer of one input and one weight; `_operate` is the layer's own operation on rounded operands."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         if self._off():

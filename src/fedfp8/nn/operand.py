@@ -5,10 +5,11 @@ reader of the layers need not know.
 
 Ranges stay usable. An optimizer step can push a range to zero or below; :func:`usable` puts it back to a
 floor, in place, when it is next used. The floor is a thousandth of the natural scale (of weights:
-1/sqrt(fan-in); of activations: 1), not a "tiny epsilon". A layer whose range collapsed to 1e-12 would multiply
-what passes through it by 1e-12; two such layers in a row would never see a gradient again. At a thousandth
-the signal is small but alive, and the gradient of a range that clips everything, sum of g * sign(x), brings
-it back. A grid reaches down to 4e-6 of its range, so small weights are still represented at the floor.
+1/sqrt(fan-in); of activations: 1), not a "tiny epsilon". A layer whose range collapsed to 1e-12 would
+multiply what passes through it by 1e-12; two such layers in a row would never see a gradient again. At a
+thousandth the signal is small but alive, and the gradient of a range that clips everything, sum of g *
+sign(x), brings it back. A grid reaches down to 4e-6 of its range, so small weights are still represented at
+the floor.
 
 Quantized copies are not kept. Autograd would hold Q(x) for the backward pass beside x, which whoever made x
 (a ReLU, a norm) holds anyway: half as much memory again. Quantizing runs at the speed of a copy, so it is
@@ -102,8 +103,8 @@ def _again(operand: Operand) -> Callable[[], Tensor]:
     def recompute() -> Tensor:
         if source._version != version:
             raise RuntimeError(
-                "a tensor needed for the backward pass of an FP8 layer was modified in place after the forward "
-                "pass; write to a copy instead"
+                "a tensor needed for the backward pass of an FP8 layer was modified in place after the "
+                "forward pass; write to a copy instead"
             )
         return quantize(source, alpha, format, rounding=rounding, seed=seed)
 

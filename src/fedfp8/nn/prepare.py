@@ -1,12 +1,13 @@
 """Turn a float model into its FP8-trained twin, in place, in one call.
 
-`prepare` changes the class of every ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and `MatMul` it finds to its FP8
-twin. Parameters stay the same objects under the same names, so optimizers, checkpoints and tied weights go
-on working; each layer gains its ranges (``alpha``, ``beta``) as parameters of their own.
+`prepare` changes the class of every ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and `MatMul` it finds to
+its FP8 twin. Parameters stay the same objects under the same names, so optimizers, checkpoints and tied
+weights go on working; each layer gains its ranges (``alpha``, ``beta``) as parameters of their own.
 
-Exact types only. A subclass may use its weight in a way the twin would not honour, so it is left in float and
-counted. Fused modules that read the weights of their children directly (``nn.MultiheadAttention``, the eval fast
-path of ``nn.TransformerEncoderLayer``) would be half converted without anyone noticing, so they are refused.
+Exact types only. A subclass may use its weight in a way the twin would not honour, so it is left in float
+and counted. Fused modules that read the weights of their children directly (``nn.MultiheadAttention``, the
+eval fast path of ``nn.TransformerEncoderLayer``) would be half converted without anyone noticing, so they
+are refused.
 """
 
 import logging
@@ -43,7 +44,16 @@ TWINS: dict[type[nn.Module], type[FP8Layer]] = {
     MatMul: QuantMatMul,
 }
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-LAYERS = (nn.Linear, _ConvNd, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.MultiheadAttention, MatMul)
+LAYERS = (
+    nn.Linear,
+    _ConvNd,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    MatMul,
+)
 ROUNDINGS = ("nearest", "stochastic", "off")
 
 logger = logging.getLogger("fedfp8")
@@ -59,13 +69,14 @@ def prepare(
 ) -> nn.Module:
     """Give every Linear, Conv and MatMul of `model` FP8 operands with learnable ranges; returns the model.
 
-    skip: layers (with all they contain) to leave in float, each a name pattern (``"head"``, ``"blocks.*.out"``), a
-    module type, or a predicate ``(name, module) -> bool``. rounding: of the training forward, ``"nearest"``,
-    ``"stochastic"`` or ``"off"``; see `set_rounding`. input_range: the largest magnitude of the data after its
-    transform, taken as the range of the first layer's input; None takes it from the first batch.
+    skip: layers (with all they contain) to leave in float, each a name pattern (``"head"``,
+    ``"blocks.*.out"``), a module type, or a predicate ``(name, module) -> bool``. rounding: of the training
+    forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. input_range: the largest
+    magnitude of the data after its transform, taken as the range of the first layer's input; None takes it
+    from the first batch.
 
-    `report(model)` says what was swapped and what was left; it is also logged at INFO level. Nothing is changed
-    if the call raises.
+    `report(model)` says what was swapped and what was left; it is also logged at INFO level. Nothing is
+    changed if the call raises.
     """
     _check_rounding(rounding)
     if isinstance(skip, str | type) or callable(skip):
@@ -95,8 +106,8 @@ def _choose(model: nn.Module, skip: tuple[Skip, ...]) -> list[tuple[str, Any]]:
     for name, module in _walk(model, skip, used):
         if isinstance(module, FP8Layer):
             raise QuantizationError(
-                f"the model is already prepared ({name or 'the model itself'} is a {type(module).__name__}); prepare "
-                "it once, and use set_rounding to change how it rounds"
+                f"the model is already prepared ({name or 'the model itself'} is a {type(module).__name__}); "
+                "prepare it once, and use set_rounding to change how it rounds"
             )
         if isinstance(module, FUSED):
             raise QuantizationError(
@@ -108,7 +119,9 @@ def _choose(model: nn.Module, skip: tuple[Skip, ...]) -> list[tuple[str, Any]]:
             chosen.append((name, module))
     if unused := [s for s in skip if isinstance(s, str) and s not in used]:
         names = ", ".join(n for n, _ in model.named_modules() if n)
-        raise QuantizationError(f"skip pattern {unused[0]!r} matches no module; the model has: {names or '(itself)'}")
+        raise QuantizationError(
+            f"skip pattern {unused[0]!r} matches no module; the model has: {names or '(itself)'}"
+        )
     if not chosen:
         raise QuantizationError(
             "nothing to prepare: no nn.Linear, nn.Conv1d, nn.Conv2d or MatMul of exactly that type is left "
@@ -139,7 +152,9 @@ def _matches(skip: Skip, name: str, module: nn.Module) -> bool:
         return isinstance(module, skip)
     if callable(skip):
         return bool(skip(name, module))
-    raise QuantizationError(f"skip holds {skip!r}; give name patterns, module types or predicates (name, module) -> bool")
+    raise QuantizationError(
+        f"skip holds {skip!r}; give name patterns, module types or predicates (name, module) -> bool"
+    )
 
 
 def _weight(layer: nn.Module) -> nn.Parameter | None:
@@ -149,18 +164,24 @@ def _weight(layer: nn.Module) -> nn.Parameter | None:
 def _alpha(name: str, weight: nn.Parameter) -> nn.Parameter:
     """The range of a weight. Tied weights share it: one tensor, one grid, sent once."""
     if isinstance(weight, UninitializedParameter):
-        raise QuantizationError(f"{name}.weight has no shape yet; run one batch through the model, then prepare it")
+        raise QuantizationError(
+            f"{name}.weight has no shape yet; run one batch through the model, then prepare it"
+        )
     if weight.dtype != torch.float32:
-        raise QuantizationError(f"{name}.weight is {weight.dtype}; FP8 training keeps float32 master weights: model.float()")
+        raise QuantizationError(
+            f"{name}.weight is {weight.dtype}; FP8 training keeps float32 master weights: model.float()"
+        )
     return nn.Parameter(initial_alpha(weight, name))
 
 
 def _preset_input(chosen: list[tuple[str, Any]], input_range: float) -> None:
     if not 0 < input_range < float("inf"):
-        raise QuantizationError(f"input_range is {input_range}; it must be positive and finite, e.g. max|x| of the data")
+        raise QuantizationError(
+            f"input_range is {input_range}; it must be positive and finite, e.g. max|x| of the data"
+        )
     first = next((layer for _, layer in chosen if isinstance(layer, WeightedLayer)), None)
     if first is not None:
-        first.beta.data.fill_(input_range)  # type: ignore[union-attr, operator]
+        first.beta.data.fill_(input_range)  # type: ignore[operator]
 
 
 def report(model: nn.Module) -> str:
@@ -169,20 +190,25 @@ def report(model: nn.Module) -> str:
     left = [n for n, m in model.named_modules() if isinstance(m, LAYERS) and not isinstance(m, FP8Layer)]
     weights = {id(w): w.numel() for m in swapped if (w := _weight(m)) is not None}
     formats = "/".join(sorted({m.format.name for m in swapped})) or "FP8"
-    text = f"{formats}: {len(swapped)} layers swapped ({sum(weights.values()):,} weights), {len(left)} skipped"
+    text = (
+        f"{formats}: {len(swapped)} layers swapped ({sum(weights.values()):,} weights), {len(left)} skipped"
+    )
     return text + (f": {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}" if left else "")
 
 
 def set_rounding(model: nn.Module, rounding: str, seed: int = 0) -> None:
-    """Change how the training forward rounds: ``"nearest"`` (the method), ``"stochastic"``, or ``"off"`` (float).
+    """Change how the training forward rounds: ``"nearest"`` (the method), ``"stochastic"``, or ``"off"``
+    (float).
 
-    Stochastic rounding draws from `seed`, the layer's name and the number of training forwards since this call:
-    the same seed gives the same run; give each client and round its own. Eval mode rounds to nearest.
+    Stochastic rounding draws from `seed`, the layer's name and the number of training forwards since this
+    call: the same seed gives the same run; give each client and round its own. Eval mode rounds to nearest.
     """
     _check_rounding(rounding)
     layers = [m for m in model.modules() if isinstance(m, FP8Layer)]
     if not layers:
-        raise QuantizationError("the model is not prepared, so it has no rounding to set; call prepare(model) first")
+        raise QuantizationError(
+            "the model is not prepared, so it has no rounding to set; call prepare(model) first"
+        )
     for layer in layers:
         layer.rounding, layer.seed, layer.calls = rounding, int(seed), 0
 
@@ -195,10 +221,11 @@ def _check_rounding(rounding: str) -> None:
 def parameter_groups(
     model: nn.Module, *, lr: float, weight_decay: float = 0.0, range_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: everything else, then the ranges without weight decay and at `range_lr` (default `lr`).
+    """Optimizer groups: everything else, then the ranges without weight decay and at `range_lr` (default
+    `lr`).
 
-    Decay pulls a range towards zero, where it clips; it has nothing to regularise there. A float model gives one
-    group.
+    Decay pulls a range towards zero, where it clips; it has nothing to regularise there. A float model
+    gives one group.
     """
     ranges = {id(r): r for m in model.modules() if isinstance(m, FP8Layer) for r in m.ranges().values()}
     others = [p for p in model.parameters() if id(p) not in ranges]

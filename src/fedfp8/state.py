@@ -1,0 +1,190 @@
+"""A model's values, and the lossy step: what is sent instead of them.
+
+`State` is what both ends reason about: named float32 (and integer) tensors. `quantize_state` turns it into a `QuantState`,
+integers and a few floats, by one of four roundings; `dequantize_state` gives the values the receiver works with. How a
+QuantState becomes bytes is the business of `wire` and changes no value.
+
+    none        everything as it is (the FP32 baseline)
+    nearest     FP8 codes of the weights, Q_det; the rest as it is
+    stochastic  FP8 codes of the weights, Q_rand with the message's dice
+    dithered    int32 on a uniform grid for every float tensor, one step each (DQ); ranges as they are
+
+Every message has its own seed and every tensor its own dice, so rounding errors are independent.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fedfp8.errors import QuantizationError
+from fedfp8.fp8 import dither, from_codes, rms, to_codes, undither
+from fedfp8.layout import Layout, TensorSpec
+from fedfp8.rng import derive_seed
+
+__all__ = ["ROUNDINGS", "QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]
+
+ROUNDINGS = ("none", "nearest", "stochastic", "dithered")
+
+
+@dataclass(frozen=True, eq=False)
+class State(Mapping[str, torch.Tensor]):
+    """Named tensors in the order of a layout: float kinds float32, integers in their dtype; CPU, contiguous."""
+
+    layout: Layout
+    tensors: dict[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        if list(self.tensors) != [spec.name for spec in self.layout]:
+            missing = {s.name for s in self.layout} ^ set(self.tensors)
+            raise QuantizationError(
+                f"a state's tensors must be those of its layout, in its order; they differ in {sorted(missing)}"
+            )
+        for spec in self.layout:
+            tensor = self.tensors[spec.name]
+            wanted = getattr(torch, spec.dtype) if spec.kind == "integer" else torch.float32
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != wanted or not tensor.is_contiguous():
+                raise QuantizationError(
+                    f"tensor {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}; the layout wants contiguous {wanted} {spec.shape}"
+                )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """8 bytes that stand for all values (blake2b over the tensors' bytes)."""
+        digest = hashlib.blake2b(self.layout.fingerprint, digest_size=8)
+        for tensor in self.tensors.values():
+            digest.update(tensor.view(-1).numpy().data if tensor.numel() else b"")
+        return digest.digest()
+
+    def with_layout(self, layout: Layout) -> "State":
+        """The same tensors under a layout that differs in formats only."""
+        return State(layout, self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantState:
+    """What crosses the network, before it is bytes. `codes` are flat; `steps` belong to dithered codes, 0.0 = all zero."""
+
+    layout: Layout
+    rounding: str
+    seed: int
+    codes: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+    rest: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def tensor_seed(seed: int, index: int) -> int:
+    """The seed of the dice of tensor `index` of a message."""
+    return derive_seed(seed, "tensor", index)
+
+
+def coded_kinds(rounding: str) -> tuple[str, ...]:
+    """Which kinds of tensors travel as codes; the others travel as they are."""
+    return {"none": (), "nearest": ("fp8",), "stochastic": ("fp8",), "dithered": ("fp8", "float")}[rounding]
+
+
+def quantize_state(
+    state: State,
+    *,
+    seed: int = 0,
+    rounding: str = "stochastic",
+    step: "float | Mapping[str, float] | None" = None,
+    step_of: str = "weights",
+    reference: State | None = None,
+) -> QuantState:
+    """Quantize a whole state.
+
+    For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
+    ``step_of="update"``, or a mapping name -> absolute step.
+    """
+    if rounding not in ROUNDINGS:
+        raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
+    if (step is not None) != (rounding == "dithered"):
+        raise QuantizationError(
+            f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
+        )
+    q = QuantState(state.layout, rounding, seed)
+    for index, spec in enumerate(state.layout):
+        tensor, dice = state[spec.name], tensor_seed(seed, index)
+        if spec.kind not in coded_kinds(rounding):
+            q.rest[spec.name] = tensor
+        elif rounding == "dithered":
+            size = _step(spec, tensor, step, step_of, reference)
+            q.steps[spec.name] = size
+            q.codes[spec.name] = (
+                dither(tensor.view(-1), size, seed=dice, name=spec.name)
+                if size
+                else torch.zeros(spec.size, dtype=torch.int32)
+            )
+        else:
+            assert spec.range is not None and spec.format is not None
+            alpha = state[spec.range]
+            codes = to_codes(tensor.view(-1), alpha, spec.format, rounding=rounding, seed=dice, name=spec.name)
+            q.codes[spec.name] = codes
+    return q
+
+
+def dequantize_state(q: QuantState) -> State:
+    """The values the receiver works with."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, spec in enumerate(q.layout):
+        if spec.name in q.rest:
+            tensors[spec.name] = q.rest[spec.name]
+        elif q.rounding == "dithered":
+            step = q.steps[spec.name]
+            flat = (
+                undither(q.codes[spec.name], step, seed=tensor_seed(q.seed, index), name=spec.name)
+                if step
+                else torch.zeros(spec.size)
+            )
+            tensors[spec.name] = flat.view(spec.shape)
+        else:
+            assert spec.range is not None and spec.format is not None
+            values = from_codes(q.codes[spec.name], q.rest[spec.range], spec.format, name=spec.name)
+            tensors[spec.name] = values.view(spec.shape)
+    return State(q.layout, tensors)
+
+
+def _step(
+    spec: TensorSpec,
+    tensor: torch.Tensor,
+    step: "float | Mapping[str, float] | None",
+    step_of: str,
+    reference: State | None,
+) -> float:
+    """The absolute float32 step of one tensor; 0.0 for a tensor that is all zero or empty."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    if largest == 0.0:
+        return 0.0
+    if not np.isfinite(largest):
+        raise QuantizationError(
+            f"tensor {spec.name!r} holds NaN or Inf; only finite values can be sent: check the training step"
+        )
+    if isinstance(step, Mapping):
+        if spec.name not in step:
+            raise QuantizationError(f"no step for tensor {spec.name!r}; a dict of steps must name every float tensor")
+        return float(np.float32(step[spec.name]))
+    assert step is not None
+    if step_of == "update":
+        if reference is None:
+            raise QuantizationError("step_of='update' needs the reference that the update is measured against")
+        moved = rms(tensor - reference[spec.name])
+        # A tensor that did not move is predicted exactly whatever the step: a fine one keeps it in place.
+        wanted = float(step) * (moved if moved > 0 else rms(tensor) / 1024)
+    elif step_of == "weights":
+        wanted = float(step) * rms(tensor)
+    else:
+        raise QuantizationError(f"step_of is {step_of!r}; it must be 'weights' or 'update'")
+    return float(np.float32(max(wanted, largest / 2**19)))
