@@ -7,13 +7,15 @@ has a layout too: all of it is ``float`` and ``integer``.
 """
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from fedfp8.errors import QuantizationError
+from fedfp8.layout import Layout, TensorSpec
 from fedfp8.nn.layers import FP8Layer
-from fedfp8.state import Layout, State, TensorSpec
+from fedfp8.state import State
 
 __all__ = ["float_state_dict", "layout_of", "load_state", "state_of"]
 
@@ -32,15 +34,13 @@ def layout_of(model: nn.Module) -> Layout:
             coded[id(layer.weight)] = layer, first_name[id(layer.alpha)]
 
     def spec(name: str, tensor: Tensor) -> TensorSpec:
-        shape = tuple(tensor.shape)
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if id(tensor) in coded:
             layer, range_name = coded[id(tensor)]
-            return TensorSpec(name, shape, "float32", "fp8", layer.format, range_name)
+            return TensorSpec(name, shape, dtype, "fp8", layer.format, range_name)
         if id(tensor) in ranges:
-            return TensorSpec(name, shape, "float32", "range", None, None)
-        if tensor.is_floating_point():
-            return TensorSpec(name, shape, "float32", "float", None, None)
-        return TensorSpec(name, shape, str(tensor.dtype).removeprefix("torch."), "integer", None, None)
+            return TensorSpec(name, shape, "float32", "range")
+        return TensorSpec(name, shape, dtype, "float" if tensor.is_floating_point() else "integer")
 
     return Layout(tuple(spec(name, tensor) for name, tensor in tensors.items()))
 
@@ -56,14 +56,11 @@ def state_of(model: nn.Module) -> State:
 
 
 def load_state(model: nn.Module, state: State) -> None:
-    """Write `state` into the model in place; raises, and changes nothing, if its layout is not the
-    model's.
-    """
-    layout = layout_of(model)
-    if state.layout.fingerprint != layout.fingerprint:
+    """Write `state` into the model in place; raises, and changes nothing, if names or shapes differ."""
+    if difference := _difference(state.layout, layout_of(model)):
         raise QuantizationError(
-            f"the state does not fit the model: {_difference(state.layout, layout)}. Build and prepare the model exactly "
-            "as on the side that made the state"
+            f"the state does not fit the model: {difference}. Build and prepare the model exactly as on the side "
+            "that made the state"
         )
     with torch.no_grad():
         for name, tensor in _tensors(model):
@@ -87,7 +84,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise QuantizationError(
-                f"{name!r} is a {type(tensor).__name__}, not a tensor; only parameters and buffers can be sent: make it a buffer"
+                f"{name!r} is a {type(tensor).__name__}, not a tensor; only parameters and buffers can be "
+                "sent: make it a buffer"
             )
         if tensor.is_complex():
             raise QuantizationError(
@@ -105,8 +103,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _difference(given: Layout, wanted: Layout) -> str:
-    """The first thing in which two layouts differ, for a message."""
-    for a, b in zip(given.tensors, wanted.tensors, strict=False):
-        if a != b:
-            return f"the state has {a}, the model {b}"
-    return f"the state has {len(given.tensors)} tensors, the model {len(wanted.tensors)}"
+    """The first name or shape in which two layouts differ; empty if there is none."""
+    for a, b in zip_longest(given, wanted):
+        theirs, ours = (f"{spec.name} {spec.shape}" if spec else "nothing more" for spec in (a, b))
+        if theirs != ours:
+            return f"the state has {theirs} where the model has {ours}"
+    return ""

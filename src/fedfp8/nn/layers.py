@@ -121,9 +121,7 @@ class FP8Layer(nn.Module):
 
 def initial_alpha(weight: Tensor, path: str) -> Tensor:
     """max|w| as a 0-d float32 tensor; 1/sqrt(fan-in) for a weight that starts at zero."""
-    largest = (
-        weight.detach().abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
-    )
+    largest = weight.detach().abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
     if not math.isfinite(largest.item()):
         raise QuantizationError(f"the weight of layer {path!r} holds NaN or Inf; FP8 has neither")
     floor = weight_floor(weight)

@@ -111,17 +111,15 @@ def _choose(model: nn.Module, skip: tuple[Skip, ...]) -> list[tuple[str, Any]]:
             )
         if isinstance(module, FUSED):
             raise QuantizationError(
-                f"{name or 'the model'} is an nn.{type(module).__name__}, which reads its weights past its layers and "
-                f"would be half quantized; leave it in float with skip=nn.{type(module).__name__}, or build attention "
-                "from nn.Linear and fedfp8.modules.MatMul as fedfp8.models.kwt1 does"
+                f"{name or 'the model'} is an nn.{type(module).__name__}, which reads its weights past its layers "
+                f"and would be half quantized; leave it in float with skip=nn.{type(module).__name__}, or build "
+                "attention from nn.Linear and fedfp8.modules.MatMul as fedfp8.models.kwt1 does"
             )
         if type(module) in TWINS and (type(module) is MatMul or "weight" in module._parameters):
             chosen.append((name, module))
     if unused := [s for s in skip if isinstance(s, str) and s not in used]:
         names = ", ".join(n for n, _ in model.named_modules() if n)
-        raise QuantizationError(
-            f"skip pattern {unused[0]!r} matches no module; the model has: {names or '(itself)'}"
-        )
+        raise QuantizationError(f"skip pattern {unused[0]!r} matches no module; the model has: {names or '(itself)'}")
     if not chosen:
         raise QuantizationError(
             "nothing to prepare: no nn.Linear, nn.Conv1d, nn.Conv2d or MatMul of exactly that type is left "
@@ -164,9 +162,7 @@ def _weight(layer: nn.Module) -> nn.Parameter | None:
 def _alpha(name: str, weight: nn.Parameter) -> nn.Parameter:
     """The range of a weight. Tied weights share it: one tensor, one grid, sent once."""
     if isinstance(weight, UninitializedParameter):
-        raise QuantizationError(
-            f"{name}.weight has no shape yet; run one batch through the model, then prepare it"
-        )
+        raise QuantizationError(f"{name}.weight has no shape yet; run one batch through the model, then prepare it")
     if weight.dtype != torch.float32:
         raise QuantizationError(
             f"{name}.weight is {weight.dtype}; FP8 training keeps float32 master weights: model.float()"
@@ -190,9 +186,7 @@ def report(model: nn.Module) -> str:
     left = [n for n, m in model.named_modules() if isinstance(m, LAYERS) and not isinstance(m, FP8Layer)]
     weights = {id(w): w.numel() for m in swapped if (w := _weight(m)) is not None}
     formats = "/".join(sorted({m.format.name for m in swapped})) or "FP8"
-    text = (
-        f"{formats}: {len(swapped)} layers swapped ({sum(weights.values()):,} weights), {len(left)} skipped"
-    )
+    text = f"{formats}: {len(swapped)} layers swapped ({sum(weights.values()):,} weights), {len(left)} skipped"
     return text + (f": {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}" if left else "")
 
 
@@ -206,9 +200,7 @@ def set_rounding(model: nn.Module, rounding: str, seed: int = 0) -> None:
     _check_rounding(rounding)
     layers = [m for m in model.modules() if isinstance(m, FP8Layer)]
     if not layers:
-        raise QuantizationError(
-            "the model is not prepared, so it has no rounding to set; call prepare(model) first"
-        )
+        raise QuantizationError("the model is not prepared, so it has no rounding to set; call prepare(model) first")
     for layer in layers:
         layer.rounding, layer.seed, layer.calls = rounding, int(seed), 0
 
