@@ -1,7 +1,7 @@
 """fedfp8: federated learning in 8-bit floating point.
 
-Numerics (`quantize`, `to_codes`, ...), quantization-aware training (`prepare`), models as few bytes (`pack`, `unpack`), and
-the federated method (`run`). The heavier rooms are imported when first used.
+Numerics (`quantize`, `to_codes`, ...), quantization-aware training (`prepare`), models as few bytes (`pack`, `unpack`),
+and the federated method (`run`). The heavier rooms are imported when first used.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
 """A model's values, and the lossy step: what is sent instead of them.
 
-`State` is what both ends reason about: named float32 (and integer) tensors. `quantize_state` turns it into a `QuantState`,
-integers and a few floats, by one of four roundings; `dequantize_state` gives the values the receiver works with. How a
-QuantState becomes bytes is the business of `wire` and changes no value.
+`State` is what both ends reason about: named float32 (and integer) tensors. `quantize_state` turns it into a
+`QuantState`, integers and a few floats, by one of four roundings; `dequantize_state` gives the values the receiver
+works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
 
     none        everything as it is (the FP32 baseline)
     nearest     FP8 codes of the weights, Q_det; the rest as it is
@@ -48,7 +48,8 @@ class State(Mapping[str, torch.Tensor]):
             wanted = getattr(torch, spec.dtype) if spec.kind == "integer" else torch.float32
             if tuple(tensor.shape) != spec.shape or tensor.dtype != wanted or not tensor.is_contiguous():
                 raise QuantizationError(
-                    f"tensor {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}; the layout wants contiguous {wanted} {spec.shape}"
+                    f"tensor {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"the layout wants contiguous {wanted} {spec.shape}"
                 )
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -75,7 +76,7 @@ class State(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class QuantState:
-    """What crosses the network, before it is bytes. `codes` are flat; `steps` belong to dithered codes, 0.0 = all zero."""
+    """What crosses the network, before it is bytes. `codes` are flat; `steps` are of dithered codes (0.0: all zero)."""
 
     layout: Layout
     rounding: str

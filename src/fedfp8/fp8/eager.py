@@ -1,4 +1,4 @@
-"""The kernels' arithmetic in plain torch operations, for devices and dtypes without a kernel. Bit-equal to `kernels.py`.
+"""The kernels' arithmetic in plain torch operations, for devices and dtypes without a kernel; bit-equal to them.
 
 Every function takes a flat float32 tensor on any device. Each line is one IEEE operation of the kernel, in its order.
 """

@@ -1,8 +1,8 @@
 """Small floating-point formats: sign, exponent and mantissa bits, every code finite.
 
-A format with e exponent and m mantissa bits has codes ``sign | exponent | mantissa`` in the low bits of a byte. Exponent
-0 holds the subnormals; no code is spent on Inf or NaN, so the largest exponent holds ordinary numbers and the standard
-grid of E4M3 ends at 480, not 448. A range ``alpha`` scales the whole grid by ``alpha / top``: the paper's real-valued
+A format with e exponent and m mantissa bits has codes ``sign | exponent | mantissa`` in the low bits of a byte.
+Exponent 0 holds the subnormals; no code is spent on Inf or NaN, so the largest exponent holds ordinary numbers
+and the standard grid of E4M3 ends at 480, not 448. A range ``alpha`` scales the whole grid by ``alpha / top``: the paper's real-valued
 exponent bias b is ``2**e - log2(alpha) + log2(2 - 2**-m) - 1`` (section 3.2), and ``alpha`` is the largest magnitude.
 """
 
@@ -25,8 +25,8 @@ class Format:
         e, m = self.exponent_bits, self.mantissa_bits
         if not (isinstance(e, int) and isinstance(m, int)) or not 2 <= e <= 5 or m < 0 or not 4 <= 1 + e + m <= 8:
             raise ValueError(
-                f"Format({e!r}, {m!r}): exponent_bits must be 2 to 5, mantissa_bits >= 0, and sign + exponent + mantissa "
-                "4 to 8 bits in total; e.g. Format(4, 3) or Format(2, 1)"
+                f"Format({e!r}, {m!r}): exponent_bits must be 2 to 5, mantissa_bits >= 0, and sign + exponent + "
+                "mantissa 4 to 8 bits in total; e.g. Format(4, 3) or Format(2, 1)"
             )
 
     @classmethod

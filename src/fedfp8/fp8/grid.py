@@ -1,4 +1,4 @@
-"""From (alpha, format) to the float32 constants that the kernels and the eager version share, with the checks on alpha."""
+"""From (alpha, format) to the float32 constants that kernels and eager version share, with the checks on alpha."""
 
 import math
 from functools import lru_cache
@@ -65,8 +65,8 @@ def _grid(alpha: float, exponent_bits: int, mantissa_bits: int) -> Grid:
         top=f32(format.top),
         lowest=f32(2.0 ** (1 - format.bias)),
         magic=f32(1.5 * 2.0**shift),
-        # A grid value that went through float32 twice may be off by 2**(m-21) steps; keeping the noise 2**(m-20) short of
-        # half a step makes stochastic rounding exact there, at a bias of at most 2**(m-20) steps elsewhere.
+        # A grid value that went through float32 twice may be off by 2**(m-21) steps; keeping the noise 2**(m-20) short
+        # of half a step makes stochastic rounding exact there, at a bias of at most 2**(m-20) steps elsewhere.
         spread=f32(2.0**-m * (1 - 2.0 ** (m - 19))),
         per_level=f32(2.0**-m),
         shift=u32(shift),

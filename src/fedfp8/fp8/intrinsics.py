@@ -87,7 +87,7 @@ def centred(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
 
 @intrinsic
 def code_of(typingctx: Any, y: Any, b: Any, c: Any, shift: Any, offset: Any, sign_shift: Any) -> Any:
-    """Code of snap(y, c). The low bits of y + c count steps, so |count| on top of the binade's first code is the code."""
+    """Code of snap(y, c). The low bits of y + c count steps: |count| on top of the binade's first code."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         y, b, c, shift, offset, sign_shift = args

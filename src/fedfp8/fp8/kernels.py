@@ -1,8 +1,8 @@
 """Numba kernels behind the FP8 numerics: flat float32 arrays in, flat arrays out, one pass, no temporaries.
 
 Rounding uses no ``log2`` (the textbook formula picks the wrong binade for floats next to a power of two). With
-y = x * (top / alpha) on the standard grid, the exponent bits of y give its binade b = 2**floor(log2|y|), the step there is
-s = b / 2**m, and adding and subtracting c = 1.5 * 2**23 * s rounds y to a multiple of s, ties to even:
+y = x * (top / alpha) on the standard grid, the exponent bits of y give its binade b = 2**floor(log2|y|), the step there
+is s = b / 2**m, and adding and subtracting c = 1.5 * 2**23 * s rounds y to a multiple of s, ties to even:
 
     c = max(binade(y), smallest normal) * (1.5 * 2**(23 - m))        # subnormals share the lowest binade
     q = (y + c) - c
@@ -28,8 +28,8 @@ CHUNK = 1 << 15  # elements per partial sum
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
-# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are dice, element i
-# of the array uses hash(i ^ key0, key1): a caller that hands over an aligned piece of a tensor puts its start into key0.
+# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are dice, element
+# i of the array uses hash(i ^ key0, key1): a caller with an aligned piece of a tensor puts its start into key0.
 
 
 @kernel

@@ -1,15 +1,15 @@
 """FP8 numerics: values to grid values, to codes and back, and the dithered uniform grid.
 
-The grid of `format` is scaled so that its largest magnitude is `alpha` (one number per tensor). ``rounding="nearest"`` is
-the paper's Q_det (ties to even); ``"stochastic"`` is Q_rand: unbiased for |x| <= alpha, exact on grid points, with dice
-that are a hash of (seed, flat index), the same for any thread count, device or memory format.
+The grid of `format` is scaled so that its largest magnitude is `alpha` (one number per tensor). ``rounding="nearest"``
+is the paper's Q_det (ties to even); ``"stochastic"`` is Q_rand: unbiased for |x| <= alpha, exact on grid points, with
+dice that are a hash of (seed, flat index), the same for any thread count, device or memory format.
 
 CPU float32 runs in Numba kernels at the speed of memory; other devices run the same arithmetic in torch operations and
 give the same values. float16, bfloat16 and float64 inputs are converted to float32 first, and `quantize` converts its
 result back to the input's dtype (exact from float32 to float64; a rounding more for the 16-bit types).
 
-Special cases: -0 and small negative values become +0, so the code of -0 is never produced; Inf is clipped to alpha and NaN
-stays NaN in `quantize`, both are refused by `to_codes` and `dither`; empty tensors work everywhere.
+Special cases: -0 and small negative values become +0, so the code of -0 is never produced; Inf is clipped to alpha
+and NaN stays NaN in `quantize`, both are refused by `to_codes` and `dither`; empty tensors work everywhere.
 """
 
 import math
@@ -104,7 +104,8 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
     grid = grid_for(alpha, format, name)
     if format.bits < 8 and codes.numel() and int(codes.max()) >= 2**format.bits:
         raise QuantizationError(
-            f"{_called('codes', name)} hold {int(codes.max())}; codes of {format.name} go from 0 to {2**format.bits - 1}: was another format used?"
+            f"{_called('codes', name)} hold {int(codes.max())}; codes of {format.name} go from 0 to "
+            f"{2**format.bits - 1}: was another format used?"
         )
     flat, restore = _flat(codes, ordered=False)
     if codes.device.type != "cpu":
@@ -120,8 +121,8 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
 def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) -> torch.Tensor:
     """int32 k = floor(x / step + u) on the uniform grid, u the dice of (seed, flat index).
 
-    ``undither(k, step, seed=seed)`` then errs by a uniform variable in (-step/2, step/2) that does not depend on x, up to
-    float32 rounding of 2**-22 * |x|. |x| / step above 2**20 is refused: the dice would be lost in float32.
+    ``undither(k, step, seed=seed)`` then errs by a uniform variable in (-step/2, step/2) that does not depend on x, up
+    to float32 rounding of 2**-22 * |x|. |x| / step above 2**20 is refused: the dice would be lost in float32.
     """
     _check_float(x, name)
     step = _step_value(step, name)
@@ -140,8 +141,8 @@ def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) 
         if not bool(torch.isfinite(x).all()):
             raise _not_finite(x, name)
         raise QuantizationError(
-            f"{_called('tensor', name)} reaches {float(x.abs().max()):.4g} at a step of {step:.4g}; at most 2**20 steps are supported: "
-            "use a larger step, or send it as float32"
+            f"{_called('tensor', name)} reaches {float(x.abs().max()):.4g} at a step of {step:.4g}; at most 2**20 "
+            "steps are supported: use a larger step, or send it as float32"
         )
     return restore(out)
 
@@ -235,7 +236,8 @@ def _called(noun: str, name: str | None) -> str:
 def _not_finite(x: torch.Tensor, name: str | None) -> QuantizationError:
     bad = x.numel() - int(torch.isfinite(x).sum())
     return QuantizationError(
-        f"{_called('tensor', name)} holds {bad} NaN or Inf of {x.numel()} values; only finite values can be encoded: check the training step that made them"
+        f"{_called('tensor', name)} holds {bad} NaN or Inf of {x.numel()} values; only finite values can be "
+        "encoded: check the training step that made them"
     )
 
 
@@ -253,7 +255,8 @@ def _keys(rounding: str, seed: int | None, name: str | None) -> Keys | None:
         raise QuantizationError(f"rounding is {rounding!r}; it must be 'nearest' or 'stochastic'")
     if seed is None:
         raise QuantizationError(
-            f"stochastic rounding{'' if name is None else f' of {name!r}'} needs a seed: pass seed=<int>; equal seeds give equal results"
+            f"stochastic rounding{'' if name is None else f' of {name!r}'} needs a seed: pass seed=<int>; "
+            "equal seeds give equal results"
         )
     return dice_keys(seed)
 
@@ -262,13 +265,19 @@ def _step_value(step: float, name: str | None) -> float:
     value = float(step)
     if not (2.0**-100 <= value <= 2.0**100):
         raise QuantizationError(
-            f"step{'' if name is None else f' of {name!r}'} is {value}; it must be a finite number between 2**-100 and 2**100"
+            f"step{'' if name is None else f' of {name!r}'} is {value}; it must be between 2**-100 and 2**100"
         )
     return float(np.float32(value))
 
 
 def _has_kernel(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The dimensions of x from the largest stride to the smallest."""
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda d: -strides[d])
 
 
 def _flat(x: torch.Tensor, *, ordered: bool) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
@@ -279,7 +288,7 @@ def _flat(x: torch.Tensor, *, ordered: bool) -> tuple[torch.Tensor, Callable[[to
     x = x.detach()
     if x.is_contiguous():
         return x.view(-1), lambda out: out.view(x.shape)
-    by_stride = sorted(range(x.dim()), key=lambda d: -int(x.stride(d)))
+    by_stride = memory_order(x)
     dense = x.permute(by_stride)
     if not ordered and dense.is_contiguous():
         inverse = [by_stride.index(d) for d in range(x.dim())]

@@ -3,8 +3,8 @@
     dq/dx     = 1 for |x| < alpha, 0 for |x| > alpha, 1/2 on the tie |x| = alpha
     dq/dalpha = (q - x) / alpha inside, sign(x) outside, sign(x) / 2 on the tie
 
-The tie is no corner case: alpha starts at max|w|, so every tensor has such an element at step 0. The backward pass is one
-pass over (x, upstream gradient) that recomputes q; nothing but x is saved.
+The tie is no corner case: alpha starts at max|w|, so every tensor has such an element at step 0. The backward pass is
+one pass over (x, upstream gradient) that recomputes q; nothing but x is saved.
 """
 
 import math
@@ -17,7 +17,7 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys, run
-from fedfp8.fp8.quantize import Alpha, quantize
+from fedfp8.fp8.quantize import Alpha, memory_order, quantize
 
 __all__ = ["fake_quantize"]
 
@@ -67,7 +67,7 @@ def _gradients(
         return _gradients_eager(x, g, alpha, format, rounding, seed)
     from fedfp8.fp8 import kernels
 
-    by_stride = sorted(range(x.dim()), key=lambda d: -int(x.stride(d)))
+    by_stride = memory_order(x)
     xs, gs = x.permute(by_stride).contiguous(), g.permute(by_stride).contiguous()
     gx = torch.empty_like(xs)
     partial = np.zeros(-(-xs.numel() // kernels.CHUNK))
