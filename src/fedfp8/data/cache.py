@@ -65,9 +65,7 @@ def _write(folder: Path, arrays: Arrays, meta: Meta) -> None:
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise DataError(
-            f"cannot write the cache folder {folder.parent} ({error}); set FEDFP8_CACHE to a folder that can "
-            f"be "
-            "written"
+            f"cannot write the cache folder {folder.parent} ({error}); set FEDFP8_CACHE to a folder that can be written"
         ) from error
     try:
         for name, array in arrays.items():
@@ -82,9 +80,7 @@ def _write(folder: Path, arrays: Arrays, meta: Meta) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if not folder.exists():  # it does exist if another process built the same entry first: equally good
-            raise DataError(
-                f"cannot write {folder} ({error}); free space or set FEDFP8_CACHE elsewhere"
-            ) from error
+            raise DataError(f"cannot write {folder} ({error}); free space or set FEDFP8_CACHE elsewhere") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -96,11 +92,7 @@ def _read(folder: Path) -> tuple[Arrays, Meta]:
         arrays = {k: np.load(folder / f"{k}.npy", mmap_mode="c") for k in meta["arrays"]}
         for name, array in arrays.items():
             if [str(array.dtype), *array.shape] != meta["arrays"][name]:
-                raise ValueError(
-                    f"{name} is {array.dtype} {array.shape}, recorded were {meta['arrays'][name]}"
-                )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"damaged cache entry {folder} ({error}); delete that folder and run again"
-        ) from error
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, recorded were {meta['arrays'][name]}")
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise DataError(f"damaged cache entry {folder} ({error}); delete that folder and run again") from error
     return arrays, meta

@@ -44,9 +44,7 @@ class MFCC:
 
     def __post_init__(self) -> None:
         if not 0 < self.n_mfcc <= self.n_mels:
-            raise DataError(
-                f"{self.n_mfcc} coefficients of {self.n_mels} mel bands; allowed are 1..{self.n_mels}"
-            )
+            raise DataError(f"{self.n_mfcc} coefficients of {self.n_mels} mel bands; allowed are 1..{self.n_mels}")
         if not 0 < self.hop_ms <= self.window_ms or self.window > self.n_fft:
             raise DataError(
                 f"window {self.window_ms} ms, hop {self.hop_ms} ms, FFT of {self.n_fft} samples; the hop "
@@ -74,9 +72,7 @@ def features_named(features: str | MFCC) -> MFCC:
     if isinstance(features, MFCC):
         return features
     if features not in FEATURES:
-        raise DataError(
-            f"unknown features {features!r}; known are {', '.join(FEATURES)}, or give an MFCC(...)"
-        )
+        raise DataError(f"unknown features {features!r}; known are {', '.join(FEATURES)}, or give an MFCC(...)")
     return FEATURES[features]
 
 

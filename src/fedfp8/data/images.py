@@ -24,13 +24,10 @@ def read_images(spec: Spec, source: Source) -> tuple[Arrays, Meta]:
     test_x, test_y, test_coarse = _read_split(spec, source.test)
     classes = class_names(source.train[0], spec.label) or spec.classes
     _check_counts(spec, source, train_y, test_y, len(classes))
-    verified = _check_contents(
-        spec, source, [(train_x, train_y, train_coarse), (test_x, test_y, test_coarse)]
-    )
+    contents = _check_contents(spec, source, [(train_x, train_y, train_coarse), (test_x, test_y, test_coarse)])
     arrays: Arrays = {"train_x": train_x, "train_y": train_y, "test_x": test_x, "test_y": test_y}
-    if known:
-        verified = f"sha256 of {known} files"
-    return arrays, {"classes": classes, "verified": verified or "counts, classes and shapes"}
+    compared = ([f"sha256 of {known} files"] if known else []) + ([contents] if contents else [])
+    return arrays, {"classes": classes, "verified": ", ".join(compared) or "counts, classes and shapes"}
 
 
 def read_table(files: tuple[Path, ...], columns: list[str]) -> Any:
@@ -149,4 +146,4 @@ def _check_contents(
                 f"{spec.digest} "
                 f"{got}, the original has {expected}; the files are damaged, reordered or lossily re-encoded"
             )
-    return f"{spec.digest} of the original files"
+    return f"{spec.digest} of the original contents"

@@ -79,15 +79,11 @@ def _rng(seed: int, kind: str) -> np.random.Generator:
 
 def _check_labels(y: NDArray[np.generic], num_classes: int | None) -> int:
     if y.ndim != 1 or len(y) == 0 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(
-            f"labels have shape {y.shape} and type {y.dtype}; a non-empty list of integers is needed"
-        )
+        raise DataError(f"labels have shape {y.shape} and type {y.dtype}; a non-empty list of integers is needed")
     low, high = int(y.min()), int(y.max())
     classes = high + 1 if num_classes is None else num_classes
     if low < 0 or high >= classes:
-        raise DataError(
-            f"labels go from {low} to {high}; with {classes} classes they must be 0..{classes - 1}"
-        )
+        raise DataError(f"labels go from {low} to {high}; with {classes} classes they must be 0..{classes - 1}")
     missing = np.flatnonzero(np.bincount(y, minlength=classes) == 0)
     if len(missing):
         some = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -129,9 +125,7 @@ def _dirichlet(
     ladders = _ladders(mix, pools)
     for client, u in zip(turns, draws, strict=True):
         ladder = ladders[client]
-        chosen = bisect_right(
-            ladder, u * ladder[-1]
-        )  # first class whose upper end is above: never a closed one
+        chosen = bisect_right(ladder, u * ladder[-1])  # first class whose upper end is above: never a closed one
         owned[client].append(pools[chosen].pop())
         if not pools[chosen]:
             ladders = _ladders(mix, pools)
@@ -186,9 +180,7 @@ def _by_group(
 ) -> list[Indices]:
     """One client per group; with fewer clients, shuffled groups are dealt out in turn, never cut."""
     if groups is None:
-        raise DataError(
-            'partition "group" needs the group (speaker) of every example; this data set has none'
-        )
+        raise DataError('partition "group" needs the group (speaker) of every example; this data set has none')
     g = np.asarray(groups)
     if g.shape != y.shape:
         raise DataError(f"{len(y):,} labels but groups of shape {g.shape}; one group per example is needed")

@@ -33,9 +33,7 @@ class PartitionReport:
     median: float
     largest: int
     classes_median: float  # different classes per client
-    skew: (
-        float  # mean over clients of the total variation distance to the overall label mix: 0 = iid, up to 1
-    )
+    skew: float  # mean over clients of the total variation distance to the overall label mix: 0 = iid, up to 1
 
     def __str__(self) -> str:
         return (
@@ -45,17 +43,14 @@ class PartitionReport:
         )
 
 
-def partition_report(
-    parts: Sequence[Indices], labels: ArrayLike, classes: Sequence[str] = ()
-) -> PartitionReport:
+def partition_report(parts: Sequence[Indices], labels: ArrayLike, classes: Sequence[str] = ()) -> PartitionReport:
     """Count the labels of every client; `classes` names them (default: their numbers)."""
     y = np.asarray(labels)
     names = tuple(classes) or tuple(str(c) for c in range(int(y.max()) + 1))
     counts = np.stack([np.bincount(y[part], minlength=len(names)) for part in parts])  # [clients, classes]
     sizes, different = counts.sum(axis=1), (counts > 0).sum(axis=1)
     rows = tuple(
-        ClientRow(k, int(sizes[k]), int(different[k]), tuple(int(c) for c in counts[k]))
-        for k in range(len(parts))
+        ClientRow(k, int(sizes[k]), int(different[k]), tuple(int(c) for c in counts[k])) for k in range(len(parts))
     )
     return PartitionReport(
         rows=rows,
@@ -96,9 +91,7 @@ def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title:
     )
     below.set_xlabel("client")
     if len(report.classes) <= 35:
-        below.set_yticks(
-            range(len(report.classes)), report.classes, fontsize=8 if len(report.classes) <= 12 else 5
-        )
+        below.set_yticks(range(len(report.classes)), report.classes, fontsize=8 if len(report.classes) <= 12 else 5)
     below.set_ylabel("class")
     figure.colorbar(picture, ax=below, label="share of the client's examples")
     figure.savefig(path, dpi=160)

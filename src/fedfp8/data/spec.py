@@ -132,8 +132,7 @@ SPECS: dict[str, Spec] = {
             hub_files="v0.02/**",
             hub_revision="refs/convert/parquet",  # the main branch is a loading script
             by_hand=(
-                "unpack "
-                "https://storage.googleapis.com/download.tensorflow.org/data/speech_commands_v0.02.tar.gz to"
+                "unpack https://storage.googleapis.com/download.tensorflow.org/data/speech_commands_v0.02.tar.gz to"
             ),
             input="audio",
             files={

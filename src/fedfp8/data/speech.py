@@ -54,9 +54,7 @@ class Clips:
 def read_speech(spec: Spec, source: Source, settings: MFCC) -> tuple[Arrays, Meta]:
     """Decode all clips (3 to 4 ms each), compute their features and standardise them by the training set."""
     known = check_files(spec, source)
-    train, test = (
-        _archive(source, s) if source.archive else _rows(spec, source, s) for s in ("train", "test")
-    )
+    train, test = (_archive(source, s) if source.archive else _rows(spec, source, s) for s in ("train", "test"))
     classes, speakers = _vocabulary(source, train, test), sorted(set(train.speakers))
     train_x, test_x = _features(spec, train, settings), _features(spec, test, settings)
     mean, std = _statistics(train_x)
@@ -69,9 +67,7 @@ def read_speech(spec: Spec, source: Source, settings: MFCC) -> tuple[Arrays, Met
         "test_x": _standardised(test_x, mean, std, settings.frames),
         "test_y": np.array([number[w] for w in test.words], dtype=np.int64),
     }
-    verified = (
-        f"sha256 of {known} files" if known else f"{len(train.words)} + {len(test.words)} clips decoded"
-    )
+    verified = f"sha256 of {known} files" if known else f"{len(train.words)} + {len(test.words)} clips decoded"
     return arrays, {"classes": classes, "groups": speakers, "verified": verified}
 
 
@@ -99,9 +95,7 @@ def _archive(source: Source, split: str) -> Clips:
     else:
         paths = [p for p in found if p.relative_to(root).as_posix() not in other]
     if not paths:
-        raise DataError(
-            f"{root} has no {split} clips <word>/<speaker>_nohash_<n>.wav; unpack the archive again"
-        )
+        raise DataError(f"{root} has no {split} clips <word>/<speaker>_nohash_<n>.wav; unpack the archive again")
     return Clips([p.parent.name for p in paths], [p.name.split("_nohash_")[0] for p in paths], paths, ())
 
 
@@ -140,9 +134,7 @@ def _wave(encoded: bytes | None, clips: Clips, index: int) -> NDArray[np.float32
         raise missing_extra("decoding sound", error) from error
     where = f"clip {clips.places[index]} ({clips.words[index]!r} by {clips.speakers[index]})"
     if encoded is None:
-        raise DataError(
-            f"{where}: the file holds a path but no sound; fetch the parquet files with embedded audio"
-        )
+        raise DataError(f"{where}: the file holds a path but no sound; fetch the parquet files with embedded audio")
     try:
         wave, rate = soundfile.read(io.BytesIO(encoded), dtype="float32")
     except RuntimeError as error:  # soundfile.LibsndfileError

@@ -114,9 +114,7 @@ def bands(n: int, length: int, count: int, width: int, generator: torch.Generato
 
 def _needed(generator: torch.Generator | None) -> torch.Generator:
     if generator is None:
-        raise DataError(
-            "augmentation needs a torch.Generator; pass the client's (fedfp8.rng.generator) or train=False"
-        )
+        raise DataError("augmentation needs a torch.Generator; pass the client's (fedfp8.rng.generator) or train=False")
     return generator
 
 
