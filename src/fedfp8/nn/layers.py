@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.modules import MatMul
-from fedfp8.nn.operand import ACTIVATION_FLOOR, Operand, compute, usable, weight_floor
+from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, usable, weight_floor
 from fedfp8.rng import derive_seed
 
 __all__ = [
@@ -56,8 +56,13 @@ class FP8Layer(nn.Module):
     def clamp_ranges(self) -> None:
         """Raise every range that is set to its floor."""
         for name, range_ in self.ranges().items():
-            floor = weight_floor(self.weight) if name == "alpha" else ACTIVATION_FLOOR  # type: ignore[arg-type]
-            usable(range_, floor, self._name(name))
+            self._range(name, range_)
+
+    def _range(self, name: str, range_: nn.Parameter) -> float:
+        """The value of a range, raised to its floor; 0.0 for an input range that is not set yet."""
+        if name == "alpha":
+            return usable(range_, weight_floor(self.weight), self._name(name))  # type: ignore[arg-type]
+        return 0.0 if range_.item() == 0.0 else usable(range_, ACTIVATION_FLOOR, self._name(name))
 
     def _name(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -69,14 +74,12 @@ class FP8Layer(nn.Module):
 
     def _weight(self, weight: Tensor) -> Operand:
         alpha: nn.Parameter = self.alpha  # type: ignore[assignment]
-        floor = weight_floor(weight)
-        if usable(alpha, floor, self._name("alpha")) == 0.0:
-            alpha.data.fill_(floor)
+        self._range("alpha", alpha)
         return Operand(weight, alpha, self.format, *self._rounding("alpha"))
 
     def _input(self, x: Tensor, name: str) -> Operand:
         beta: nn.Parameter = getattr(self, name)
-        if usable(beta, ACTIVATION_FLOOR, self._name(name)) == 0.0 and not self._set_range(beta, x, name):
+        if self._range(name, beta) == 0.0 and not self._set_range(beta, x, name):
             return Operand(x, None, self.format, "nearest", None)
         range_ = beta if x.requires_grad else beta.detach()
         return Operand(x, range_, self.format, *self._rounding(name))
@@ -125,7 +128,7 @@ def initial_alpha(weight: Tensor, path: str) -> Tensor:
     if not math.isfinite(largest.item()):
         raise QuantizationError(f"the weight of layer {path!r} holds NaN or Inf; FP8 has neither")
     floor = weight_floor(weight)
-    return largest.clamp(min=floor) if largest > 0 else torch.full_like(largest, floor * 2**10)
+    return largest.clamp(min=floor) if largest > 0 else torch.full_like(largest, floor / WEIGHT_FLOOR)
 
 
 class WeightedLayer(FP8Layer):

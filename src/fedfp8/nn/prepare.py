@@ -79,22 +79,25 @@ def prepare(
     changed if the call raises.
     """
     _check_rounding(rounding)
+    if input_range is not None and not 0 < input_range < float("inf"):
+        raise QuantizationError(
+            f"input_range is {input_range}; it must be positive and finite: the largest |x| of the data"
+        )
     if isinstance(skip, str | type) or callable(skip):
         skip = (skip,)
     chosen = _choose(model, tuple(skip))
     alphas = {id(w): _alpha(name, w) for name, layer in chosen if (w := _weight(layer)) is not None}
+    device = next((p.device for p in model.parameters()), None)
     for name, layer in chosen:
-        weight = _weight(layer)
+        alpha = alphas.get(id(_weight(layer)))
         layer.__class__ = TWINS[type(layer)]
-        assert isinstance(layer, FP8Layer)
         layer.format, layer.rounding, layer.path = format, rounding, name
         for range_name in layer.range_names:
-            like = next(model.parameters(), torch.zeros(())).device if weight is None else weight.device
-            beta = nn.Parameter(torch.zeros((), device=like))
-            tied = range_name == "alpha" and weight is not None
-            layer.register_parameter(range_name, alphas[id(weight)] if tied else beta)
-    if input_range is not None:
-        _preset_input(chosen, input_range)
+            beta = nn.Parameter(torch.zeros((), device=device if alpha is None else alpha.device))
+            layer.register_parameter(range_name, alpha if range_name == "alpha" else beta)
+    first = next((layer for _, layer in chosen if isinstance(layer, WeightedLayer)), None)
+    if first is not None and input_range is not None:
+        first.beta.data.fill_(input_range)  # type: ignore[operator]
     logger.info(report(model))
     return model
 
@@ -168,16 +171,6 @@ def _alpha(name: str, weight: nn.Parameter) -> nn.Parameter:
             f"{name}.weight is {weight.dtype}; FP8 training keeps float32 master weights: model.float()"
         )
     return nn.Parameter(initial_alpha(weight, name))
-
-
-def _preset_input(chosen: list[tuple[str, Any]], input_range: float) -> None:
-    if not 0 < input_range < float("inf"):
-        raise QuantizationError(
-            f"input_range is {input_range}; it must be positive and finite, e.g. max|x| of the data"
-        )
-    first = next((layer for _, layer in chosen if isinstance(layer, WeightedLayer)), None)
-    if first is not None:
-        first.beta.data.fill_(input_range)  # type: ignore[operator]
 
 
 def report(model: nn.Module) -> str:
