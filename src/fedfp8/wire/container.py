@@ -1,0 +1,159 @@
+"""The outside of a payload: header, optional layout section, checksum, and a reader that never runs past the end.
+
+    magic "fp8w" | version | flags | layout fingerprint | seed | [reference fingerprint] | [layout] | body | checksum
+
+All integers are little-endian. A payload is hostile until its checksum and every length in it have been checked, and
+every check happens before anything of that length is allocated.
+"""
+
+import hashlib
+import zlib
+from dataclasses import dataclass
+
+from fedfp8.errors import WireFormatError
+from fedfp8.layout import Layout
+from fedfp8.state import ROUNDINGS
+
+__all__ = ["VERSION", "Header", "Reader", "checked_body", "header", "seal", "varint", "write_header"]
+
+MAGIC = b"fp8w"
+VERSION = 1
+FINGERPRINT = 8
+CHECKSUM = 8
+HAS_REFERENCE, HAS_LAYOUT = 1, 2  # flags; bits 2 and 3 are the rounding, the others must be 0
+LAYOUT_LIMIT = 1 << 24  # bytes of a layout once decompressed: far above any model, far below harm
+AGAIN = "the message is damaged or cut short: ask the sender for it again"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a receiver needs before it can decode: which model, which reference, which dice."""
+
+    version: int
+    rounding: str
+    seed: int
+    layout_fingerprint: bytes
+    reference_fingerprint: bytes | None
+    has_layout: bool
+
+    @property
+    def size(self) -> int:
+        return 6 + 2 * FINGERPRINT + (0 if self.reference_fingerprint is None else FINGERPRINT)
+
+
+class Reader:
+    """Reads from bytes front to back; a read past the end is a WireFormatError that names the field."""
+
+    def __init__(self, data: bytes | memoryview, where: str = "payload") -> None:
+        self.data, self.position, self.where = memoryview(data), 0, where
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.position
+
+    def take(self, count: int, field: str) -> memoryview:
+        if count > self.left:
+            raise WireFormatError(
+                f"{self.where}: {field} needs {count} bytes and {self.left} are left; {AGAIN}, or the model differs "
+                "from the sender's"
+            )
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def varint(self, field: str, limit: int) -> int:
+        """An unsigned integer in groups of 7 bits, low group first, in its shortest form."""
+        value = 0
+        for shift in range(0, 63, 7):
+            byte = self.take(1, field)[0]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                if (byte == 0 and shift) or value > limit:
+                    break
+                return value
+        raise WireFormatError(f"{self.where}: {field} is malformed or beyond {limit}; {AGAIN}")
+
+    def finish(self) -> None:
+        if self.left:
+            raise WireFormatError(f"{self.where}: {self.left} bytes after the last field; {AGAIN}")
+
+
+def varint(value: int) -> bytes:
+    groups = []
+    while value >= 0x80:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*groups, value])
+
+
+def write_header(layout: Layout, rounding: str, seed: int, reference: bytes | None, with_layout: bool) -> bytes:
+    if not 0 <= seed < 2**63:
+        raise WireFormatError(f"seed is {seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
+    flags = (HAS_REFERENCE if reference else 0) | (HAS_LAYOUT if with_layout else 0) | ROUNDINGS.index(rounding) << 2
+    head = MAGIC + bytes([VERSION, flags]) + layout.fingerprint + seed.to_bytes(8, "little") + (reference or b"")
+    if not with_layout:
+        return head
+    packed = zlib.compress(layout.to_bytes(), 9)
+    return head + varint(len(packed)) + packed
+
+
+def seal(payload: bytes) -> bytes:
+    return payload + _checksum(payload)
+
+
+def header(payload: bytes) -> Header:
+    """The header alone: cheap, and not proof against damage (that is `decode`'s checksum)."""
+    r = Reader(payload)
+    if bytes(r.take(4, "magic")) != MAGIC:
+        raise WireFormatError(f"payload begins with {bytes(payload[:4])!r}, not {MAGIC!r}: it is not a fedfp8 message")
+    version, flags = r.take(2, "version and flags")
+    if version != VERSION:
+        raise WireFormatError(
+            f"payload version is {version}; this fedfp8 reads version {VERSION}: update the older side"
+        )
+    if flags >> 4:
+        raise WireFormatError(f"flags are {flags:#04x}; bits 4 to 7 must be 0 in version {VERSION}; {AGAIN}")
+    layout = bytes(r.take(FINGERPRINT, "layout fingerprint"))
+    seed = int.from_bytes(r.take(8, "seed"), "little")
+    if seed >> 63:
+        raise WireFormatError(f"seed is {seed}, above 63 bits; {AGAIN}")
+    reference = bytes(r.take(FINGERPRINT, "reference fingerprint")) if flags & HAS_REFERENCE else None
+    return Header(version, ROUNDINGS[flags >> 2 & 3], seed, layout, reference, bool(flags & HAS_LAYOUT))
+
+
+def checked_body(payload: bytes, layout: Layout | None) -> tuple[Header, Layout, Reader]:
+    """The header, the layout (the payload's own, or the given one) and a reader at the start of the body."""
+    head = header(payload)
+    if len(payload) < head.size + CHECKSUM or payload[-CHECKSUM:] != _checksum(payload[:-CHECKSUM]):
+        raise WireFormatError(f"checksum of the payload ({len(payload)} bytes) does not match; {AGAIN}")
+    reader = Reader(memoryview(payload)[head.size : -CHECKSUM])
+    if head.has_layout:
+        own = _read_layout(reader)
+        if own.fingerprint != head.layout_fingerprint:
+            raise WireFormatError(f"layout section does not match the layout fingerprint; {AGAIN}")
+        layout = layout or own
+    if layout is None:
+        raise WireFormatError(
+            "the payload carries no layout; pass the model's layout, or have the sender encode with with_layout=True"
+        )
+    if layout.fingerprint != head.layout_fingerprint:
+        raise WireFormatError(
+            f"layout fingerprint is {head.layout_fingerprint.hex()}, that of the receiver {layout.fingerprint.hex()}: "
+            "names, shapes, dtypes or formats differ; build and prepare the model as the sender does"
+        )
+    return head, layout, reader
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=CHECKSUM).digest()
+
+
+def _read_layout(reader: Reader) -> Layout:
+    packed = reader.take(reader.varint("length of the layout section", LAYOUT_LIMIT), "layout section")
+    inflate = zlib.decompressobj()
+    try:
+        data = inflate.decompress(packed, LAYOUT_LIMIT)
+    except zlib.error as error:
+        raise WireFormatError(f"layout section cannot be decompressed ({error}); {AGAIN}") from None
+    if not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
+        raise WireFormatError(f"layout section is incomplete or above {LAYOUT_LIMIT} bytes; {AGAIN}")
+    return Layout.from_bytes(data)

@@ -1,0 +1,108 @@
+"""What is in a payload: sizes, modes and bits per weight, tensor by tensor. No code is decoded and no reference needed.
+
+A payload without its layout section says nothing of tensors; `inspect` then needs the receiver's layout for the rows.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedfp8.layout import Layout
+from fedfp8.state import QuantState, coded_kinds
+from fedfp8.wire import codec
+from fedfp8.wire.container import Header, Reader, checked_body, header
+from fedfp8.wire.message import read_plain, records
+
+__all__ = ["Inspection", "Row", "inspect"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor. `bytes` are those of its own record or values; `value` is a range's number."""
+
+    name: str
+    kind: str
+    mode: str
+    elements: int
+    bytes: int
+    step: float | None = None
+    value: float | None = None
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """``str()`` is a table for a terminal, ``to_dict()`` the same for JSON."""
+
+    header: Header
+    size: int
+    rows: tuple[Row, ...] | None  # None: the payload carries no layout and none was given
+
+    @property
+    def elements(self) -> int:
+        return sum(row.elements for row in self.rows or ())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole payload, over all its elements."""
+        return 8 * self.size / self.elements if self.elements else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        head = asdict(self.header)
+        for key in ("layout_fingerprint", "reference_fingerprint"):
+            head[key] = head[key] and head[key].hex()
+        rows = None
+        if self.rows is not None:
+            rows = [{**asdict(row), "bits_per_weight": row.bits_per_weight} for row in self.rows]
+        totals = {"elements": self.elements, "bits_per_weight": self.bits_per_weight}
+        return {**head, "bytes": self.size, **totals, "tensors": rows}
+
+    def __str__(self) -> str:
+        head = self.header
+        reference = head.reference_fingerprint.hex() if head.reference_fingerprint else "none"
+        lines = [
+            f"fedfp8 payload, version {head.version}: {self.size:,} bytes, rounding {head.rounding}, seed {head.seed}",
+            f"layout {head.layout_fingerprint.hex()}{' (included)' if head.has_layout else ''}, reference {reference}",
+        ]
+        if self.rows is None:
+            return "\n".join([*lines, "no layout in the payload: give the model's layout to see its tensors"])
+        width = max([len(row.name) for row in self.rows] + [6])
+        lines += ["", f"{'tensor':<{width}} {'kind':<8}{'mode':<20}{'elements':>12}{'bytes':>12}{'bits':>8}"]
+        for row in self.rows:
+            note = f"  = {row.value:.6g}" if row.value is not None else f"  step {row.step:.4g}" if row.step else ""
+            lines.append(
+                f"{row.name:<{width}} {row.kind:<8}{row.mode:<20}{row.elements:>12,}{row.bytes:>12,}"
+                f"{row.bits_per_weight:>8.3f}{note}"
+            )
+        total = f"{self.elements:>12,}{self.size:>12,}{self.bits_per_weight:>8.3f}"
+        return "\n".join([*lines, f"{'payload':<{width}} {'':<28}{total}"])
+
+
+def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
+    """Version, fingerprints and, tensor by tensor, mode, size and bits per weight of a payload."""
+    head = header(payload)
+    if layout is None and not head.has_layout:
+        return Inspection(head, len(payload), None)
+    head, layout, reader = checked_body(payload, layout)
+    q = read_plain(head, layout, reader)
+    rows = {row.name: row for row in _coded_rows(q, reader)}
+    for spec in layout:
+        if spec.kind not in coded_kinds(head.rounding):
+            tensor = q.rest[spec.name]
+            value = float(tensor) if spec.kind == "range" and spec.size == 1 else None
+            rows[spec.name] = Row(spec.name, spec.kind, "as is", spec.size, tensor.nbytes, None, value)
+    reader.finish()
+    return Inspection(head, len(payload), tuple(rows[spec.name] for spec in layout))
+
+
+def _coded_rows(q: QuantState, reader: Reader) -> list[Row]:
+    rows = []
+    before = reader.position
+    for plan, mode, _ in records(q, None, reader):
+        used, before = reader.position - before, reader.position
+        step = plan.step if plan.dithered else None
+        name = "nothing" if mode is None else codec.mode_name(mode)
+        rows.append(Row(plan.name, plan.spec.kind, name, plan.size, used, step))
+    return rows

@@ -1,0 +1,181 @@
+"""A QuantState as one blob of bytes, and back. Nothing is rounded here: ``decode(encode(q)) == q``, bit for bit.
+
+The body is: every tensor that travels as it is (ranges, float parameters, integers), the steps (float32, only if
+dithered), then the coded tensors in layout order, each ``mode | length | data`` in the mode that makes it smallest (`codec.py`).
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from fedfp8.errors import QuantizationError, WireFormatError
+from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
+from fedfp8.layout import Layout, TensorSpec
+from fedfp8.state import QuantState, State, coded_kinds
+from fedfp8.wire import codec
+from fedfp8.wire.container import AGAIN, Header, Reader, checked_body, seal, varint, write_header
+
+__all__ = ["decode", "encode", "read_plain", "records"]
+
+STEP_MIN, STEP_MAX = 2.0**-100, 2.0**100  # what `dither` and `undither` accept
+
+
+def encode(q: QuantState, *, reference: State | None = None, lossless: bool = True, with_layout: bool = False) -> bytes:
+    """The payload of `q`: the same bytes for the same arguments on every machine.
+
+    reference: a state the receiver holds too, bit for bit; tensors are then coded given its values.
+    lossless=False: mode raw for every tensor, the paper's byte a weight.
+    with_layout: include names, shapes and formats, for a receiver that has no model.
+    """
+    _check_complete(q)
+    used = reference if lossless and q.codes else None
+    if used is not None:
+        _check_reference(q.layout, used)
+    out = [write_header(q.layout, q.rounding, q.seed, used and used.fingerprint, with_layout)]
+    for spec in q.layout:
+        if spec.name in q.rest:
+            _check_rest(spec, q.rest[spec.name], _is_alpha(q.layout, q.rounding, spec), QuantizationError)
+            out.append(q.rest[spec.name].contiguous().numpy().tobytes())
+    out.append(np.array([q.steps[name] for name in q.codes if q.rounding == "dithered"], dtype="<f4").tobytes())
+    for plan in codec.plans(q, used):
+        if plan.empty:
+            continue
+        mode, data = codec.encode(plan, q.codes[plan.name].numpy(), lossless)
+        out += [bytes([mode]), varint(len(data)), data]
+    return seal(b"".join(out))
+
+
+def decode(payload: bytes, layout: Layout | None = None, *, reference: State | None = None) -> QuantState:
+    """The inverse of :func:`encode`; raises WireFormatError for anything that `encode` cannot have written.
+
+    layout: the receiver's; None if the payload carries its own. reference: needed if the sender used one (`header`).
+    """
+    head, layout, reader = checked_body(payload, layout)
+    used = _find_reference(head, layout, reference)
+    q = read_plain(head, layout, reader)
+    for plan, mode, data in records(q, used, reader):
+        codes = np.zeros(plan.size, plan.dtype) if mode is None else codec.decode(plan, mode, data)
+        q.codes[plan.name] = torch.from_numpy(codes)
+    reader.finish()
+    return q
+
+
+def read_plain(head: Header, layout: Layout, reader: Reader) -> QuantState:
+    """Everything before the coded tensors: ranges, other tensors that travel as they are, and steps."""
+    q = QuantState(layout, head.rounding, head.seed)
+    for spec in layout:
+        if spec.kind not in coded_kinds(head.rounding):
+            q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(layout, head.rounding, spec))
+    if head.rounding == "dithered":
+        q.steps.update(_read_steps(layout, reader))
+    return q
+
+
+def records(
+    q: QuantState, reference: State | None, reader: Reader
+) -> Iterator[tuple[codec.Plan, int | None, memoryview]]:
+    """(plan, mode, data) of every coded tensor; mode None for one that needs no data (empty, or all zero)."""
+    for plan in codec.plans(q, reference):
+        if plan.empty:
+            yield plan, None, reader.data[:0]
+            continue
+        reader.where = f"tensor {plan.name!r}"
+        mode = reader.take(1, "mode")[0]
+        # No mode is ever longer than 33 bits an element and a few words.
+        length = reader.varint("length", 5 * plan.size + 64)
+        yield plan, mode, reader.take(length, "codes")
+    reader.where = "payload"
+
+
+# Checks
+
+
+def _is_alpha(layout: Layout, rounding: str, spec: TensorSpec) -> bool:
+    return rounding in ("nearest", "stochastic") and any(s.range == spec.name for s in layout)
+
+
+def _check_complete(q: QuantState) -> None:
+    coded = [s for s in q.layout if s.kind in coded_kinds(q.rounding)]
+    wanted = torch.int32 if q.rounding == "dithered" else torch.uint8
+    for spec in coded:
+        codes = q.codes.get(spec.name)
+        if codes is None or codes.dtype != wanted or codes.shape != (spec.size,) or not codes.is_contiguous():
+            raise QuantizationError(
+                f"codes of {spec.name!r} must be {spec.size} contiguous {wanted}; use quantize_state"
+            )
+        step = q.steps.get(spec.name, 0.0)
+        if q.rounding == "dithered":
+            _check_step(spec.name, step, QuantizationError)
+            if step == 0.0 and bool(codes.any()):
+                raise QuantizationError(f"step of {spec.name!r} is 0 but its codes are not all 0; use quantize_state")
+    if len(q.codes) != len(coded) or len(q.codes) + len(q.rest) != len(q.layout):
+        raise QuantizationError("a QuantState must hold every tensor of its layout once, as codes or as rest")
+
+
+def _check_step(name: str, step: float, error: type[Exception]) -> None:
+    if not (step == 0.0 or STEP_MIN <= step <= STEP_MAX) or float(np.float32(step)) != step:
+        raise error(f"step of {name!r} is {step!r}; it must be a float32, 0 or between 2**-100 and 2**100")
+
+
+def _check_rest(spec: TensorSpec, tensor: torch.Tensor, is_alpha: bool, error: type[Exception]) -> None:
+    if tuple(tensor.shape) != spec.shape or (tensor.dtype == torch.float32) != (spec.kind != "integer"):
+        raise error(f"tensor {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}; its layout says {spec}")
+    if spec.kind == "integer" or not tensor.numel():
+        return
+    if not bool(torch.isfinite(tensor).all()):
+        raise error(f"tensor {spec.name!r} holds NaN or Inf; only finite values are sent: check the training step")
+    if spec.kind == "range" and float(tensor.min()) < (ALPHA_MIN if is_alpha else 0.0):
+        lowest = "2**-80" if is_alpha else "0 (not set yet)"
+        raise error(f"range {spec.name!r} is {float(tensor.min())}; the smallest allowed is {lowest}")
+    if is_alpha and (tensor.numel() != 1 or float(tensor.max()) > ALPHA_MAX):
+        raise error(f"range {spec.name!r} must be one number of at most 2**100, as it scales a weight's grid")
+
+
+def _check_reference(layout: Layout, reference: State) -> None:
+    theirs = {s.name: s for s in reference.layout}
+    for spec in layout:
+        if spec.name not in theirs or theirs[spec.name].shape != spec.shape:
+            raise WireFormatError(
+                f"reference has no tensor {spec.name!r} of shape {spec.shape}: it is of another model"
+            )
+
+
+def _find_reference(head: Header, layout: Layout, reference: State | None) -> State | None:
+    if head.reference_fingerprint is None:
+        return None
+    wanted = head.reference_fingerprint.hex()
+    if reference is None:
+        raise WireFormatError(
+            f"the payload is coded given the model with fingerprint {wanted}; pass it as reference, or have the sender "
+            "encode without one"
+        )
+    if reference.fingerprint != head.reference_fingerprint:
+        raise WireFormatError(
+            f"reference fingerprint is {wanted} in the payload and {reference.fingerprint.hex()} in the given model; "
+            "pass the very model the sender used"
+        )
+    _check_reference(layout, reference)
+    return reference
+
+
+def _read_rest(spec: TensorSpec, reader: Reader, is_alpha: bool) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype) if spec.kind == "integer" else torch.float32
+    data = reader.take(spec.size * dtype.itemsize, f"values of {spec.name!r}")
+    if dtype == torch.bool and any(byte > 1 for byte in data):
+        raise WireFormatError(f"tensor {spec.name!r}: a bool is neither 0 nor 1; {AGAIN}")
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype) if spec.size else torch.empty(0, dtype=dtype)
+    _check_rest(spec, tensor.view(spec.shape), is_alpha, WireFormatError)
+    return tensor.view(spec.shape)
+
+
+def _read_steps(layout: Layout, reader: Reader) -> dict[str, float]:
+    names = [s.name for s in layout if s.kind in coded_kinds("dithered")]
+    values = np.frombuffer(reader.take(4 * len(names), "steps"), dtype="<f4")
+    steps = {name: float(value) for name, value in zip(names, values, strict=True)}
+    for name, step in steps.items():
+        if math.copysign(1.0, step) < 0:
+            raise WireFormatError(f"step of {name!r} is {step}; steps are not negative; {AGAIN}")
+        _check_step(name, step, WireFormatError)
+    return steps
