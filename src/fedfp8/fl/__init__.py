@@ -1,0 +1,19 @@
+"""The federated method and the embedded engine. Start reading at `simulate.run_round`."""
+
+from fedfp8.fl.config import METHODS, Config, from_dict, to_dict, with_method, with_settings
+from fedfp8.fl.presets import PRESETS, preset
+from fedfp8.fl.run import History, resume, run
+
+__all__ = [
+    "METHODS",
+    "PRESETS",
+    "Config",
+    "History",
+    "from_dict",
+    "preset",
+    "resume",
+    "run",
+    "to_dict",
+    "with_method",
+    "with_settings",
+]

@@ -1,0 +1,53 @@
+"""The weighted mean of the clients' models, one model at a time: the cohort is never held in memory."""
+
+import torch
+
+from fedfp8.errors import RunError
+from fedfp8.layout import Layout
+from fedfp8.state import State
+
+__all__ = ["WeightedMean"]
+
+
+class WeightedMean:
+    """sum_k n_k/m * state_k in float64, in the order of `add`; also the smallest and largest value of every range."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.weight = 0.0
+        self.count = 0
+        self._sums: dict[str, torch.Tensor] = {}
+        self._integers: dict[str, torch.Tensor] = {}
+        self.range_low: dict[str, float] = {}
+        self.range_high: dict[str, float] = {}
+
+    def add(self, state: State, weight: float) -> None:
+        for spec in self.layout:
+            tensor = state[spec.name]
+            if spec.kind == "integer":
+                self._integers.setdefault(
+                    spec.name, tensor.clone()
+                )  # a counter has no mean: the first client's is kept
+                continue
+            if spec.kind == "range":
+                value = float(tensor)
+                self.range_low[spec.name] = min(value, self.range_low.get(spec.name, value))
+                self.range_high[spec.name] = max(value, self.range_high.get(spec.name, value))
+            if spec.name not in self._sums:
+                self._sums[spec.name] = torch.zeros(spec.shape, dtype=torch.float64)
+            self._sums[spec.name].add_(tensor, alpha=weight)
+        self.weight += weight
+        self.count += 1
+
+    def result(self) -> State:
+        if self.count == 0:
+            raise RunError(
+                "the mean of no update was asked for; a round without valid updates keeps the server's model"
+            )
+        tensors = {}
+        for spec in self.layout:
+            mean = (
+                self._integers[spec.name] if spec.kind == "integer" else (self._sums[spec.name] / self.weight).float()
+            )
+            tensors[spec.name] = mean
+        return State(self.layout, tensors)

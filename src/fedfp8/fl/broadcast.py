@@ -1,0 +1,88 @@
+"""The server's side of the downlink: one quantized model a round, coded for what each client still has."""
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from fedfp8.fl.aggregate import WeightedMean
+from fedfp8.fl.config import Config
+from fedfp8.fl.links import Link, quantize_down, send
+from fedfp8.fl.store import ModelStore
+from fedfp8.state import QuantState, State, dequantize_state
+
+__all__ = ["Broadcast", "Server"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """All that a server remembers between rounds."""
+
+    round: int
+    state: State
+    received: dict[int, bytes] = field(default_factory=dict)  # client -> fingerprint of the model it got last
+    sent: dict[bytes, int] = field(default_factory=dict)  # fingerprint -> round, of the models still kept
+
+
+class Broadcast:
+    """The model of one round on its way to the cohort.
+
+    Quantized once for all clients of a link, so that every client decodes the same values whatever its reference; coded
+    once per distinct reference.
+    """
+
+    def __init__(self, config: Config, server: Server, store: ModelStore) -> None:
+        self.config, self.server, self.store = config, server, store
+        self.round = server.round + 1
+        self._messages: dict[Link, tuple[QuantState, State]] = {}
+        self._payloads: dict[tuple[Link, bytes | None], bytes] = {}
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._received: dict[int, bytes] = {}
+        self._returned = WeightedMean(server.state.layout)
+        self.bytes = 0
+
+    def payload(self, link: Link, client: int) -> bytes:
+        """The bytes for one client."""
+        message, sent = self._message(link)
+        wanted = self.server.received.get(client) if self.config.wire.client_cache else None
+        key = (link, wanted if wanted in self.server.sent else None)
+        if key not in self._payloads:
+            reference = None if key[1] is None else self.store.get(key[1])
+            self._payloads[key] = send(self.config, message, reference)
+        payload = self._payloads[key]
+        self._received[client] = sent.fingerprint
+        self._digest.update(payload)
+        self.bytes += len(payload)
+        return payload
+
+    def sent(self, link: Link) -> State:
+        """The values that clients of this link decode."""
+        return self._message(link)[1]
+
+    def returned(self, link: Link, weight: float) -> None:
+        """A valid update came back from a client that started from ``sent(link)``."""
+        self._returned.add(self.sent(link), weight)
+
+    def mean_sent(self) -> State:
+        """What the clients of the mean started from, weighted as they are."""
+        return self._returned.result()
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def next_server(self, state: State) -> Server:
+        """The server after this round, with the bounded memory of what clients hold."""
+        if not self.config.wire.client_cache:
+            return Server(self.round, state)
+        sent = self.server.sent | {s.fingerprint: self.round for _, s in self._messages.values()}
+        received = self.server.received | self._received
+        kept = {f: r for f, r in sent.items() if r > self.round - self.config.wire.history and f in received.values()}
+        return replace(self.server, round=self.round, state=state, received=received, sent=kept)
+
+    def _message(self, link: Link) -> tuple[QuantState, State]:
+        if link not in self._messages:
+            message = quantize_down(self.config, self.round, self.server.state, link)
+            sent = dequantize_state(message)
+            if self.config.wire.client_cache:
+                self.store.save(sent)
+            self._messages[link] = message, sent
+        return self._messages[link]

@@ -1,0 +1,145 @@
+"""A client's part of a round: bytes in, bytes out. No server, no other clients, no files."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fedfp8.errors import WireFormatError
+from fedfp8.fl.config import Config, LocalConfig
+from fedfp8.fl.federation import FP32, Federation
+from fedfp8.fl.links import downlink, quantize_up, receive_down, send, uplink
+from fedfp8.nn import layout_of, load_state, parameter_groups, set_rounding, state_of
+from fedfp8.rng import derive_seed, generator
+from fedfp8.state import State
+from fedfp8.wire import header
+
+__all__ = ["Client", "References", "Reply", "Task", "learning_rate", "local_update"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server tells a client: take part in `round` starting from this model."""
+
+    round: int
+    client: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What comes back. `error` says why there is no payload."""
+
+    client: int
+    payload: bytes = b""
+    examples: int = 0
+    loss: float = math.nan
+    seconds: float = 0.0
+    error: str = ""
+
+
+class References(Protocol):
+    """Models a client still has from earlier rounds."""
+
+    def get(self, fingerprint: bytes) -> State | None: ...
+
+    def put(self, client: int, state: State) -> None: ...
+
+
+class Client:
+    """Runs tasks for any client of a federation; keeps one network per format, and nothing between tasks."""
+
+    def __init__(self, config: Config, federation: Federation, references: References) -> None:
+        self.config, self.federation, self.references = config, federation, references
+        self.networks: dict[str, nn.Module] = {}
+
+    def train(self, task: Task) -> Reply:
+        """Receive, LocalUpdate, send: the client's half of algorithm 3."""
+        start = time.perf_counter()
+        config, format = self.config, self.federation.formats[task.client]
+        model = self._network(format)
+        received = self._receive(task, model, format)
+        load_state(model, received)
+        loss = self._update(model, task, format)
+        link = uplink(config, format)
+        message = quantize_up(config, task.round, task.client, state_of(model), received, link)
+        payload = send(config, message, reference=received)
+        return Reply(task.client, payload, self.federation.size(task.client), loss, time.perf_counter() - start)
+
+    def _network(self, format: str) -> nn.Module:
+        if format not in self.networks:
+            self.networks[format] = self.federation.network(self.config, format)
+        return self.networks[format]
+
+    def _receive(self, task: Task, model: nn.Module, format: str) -> State:
+        wanted = header(task.payload).reference_fingerprint
+        reference = self.references.get(wanted) if wanted else None
+        if wanted and reference is None:
+            raise WireFormatError(
+                f"the model for client {task.client} is coded given model {wanted.hex()}, which this client no longer "
+                "has; the server must send it without a reference"
+            )
+        received = receive_down(task.payload, layout_of(model), downlink(self.config, format), reference)
+        self.references.put(task.client, received)
+        return received
+
+    def _update(self, model: nn.Module, task: Task, format: str) -> float:
+        config, path = self.config, ("train", task.round, task.client)
+        if config.qat.rounding == "stochastic" and format != FP32:
+            set_rounding(model, "stochastic", seed=derive_seed(config.seed, "qat", *path[1:]))
+        rate = learning_rate(config, task.round)
+        return local_update(model, self.federation, task.client, config.local, rate, generator(config.seed, *path))
+
+
+def learning_rate(config: Config, round: int) -> float:
+    """Constant, or a cosine from the first round to the last."""
+    if config.local.schedule == "constant":
+        return config.local.lr
+    return config.local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / config.round.count))
+
+
+def local_update(
+    model: nn.Module, federation: Federation, client: int, local: LocalConfig, rate: float, dice: torch.Generator
+) -> float:
+    """LocalUpdate (algorithm 1): train `model` in place on a client's examples; returns the mean loss."""
+    model.train()
+    groups = parameter_groups(model, lr=rate, weight_decay=local.weight_decay, range_lr=_range_rate(local, rate))
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(groups, momentum=local.momentum) if local.optimizer == "sgd" else torch.optim.AdamW(groups)
+    )
+    anchor = [(p, p.detach().clone()) for p in groups[0]["params"]] if local.prox else []
+    total, batches = 0.0, 0
+    for batch in minibatches(federation.parts[client], local, dice):
+        x = federation.transform(federation.train_x[batch], dice, local.augment)
+        optimizer.zero_grad(set_to_none=True)
+        loss = cross_entropy(model(x), federation.train_y[batch])
+        loss.backward()
+        for parameter, start in anchor:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - start, alpha=local.prox)
+        if local.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
+        optimizer.step()
+        total, batches = total + loss.item(), batches + 1
+    return total / max(batches, 1)
+
+
+def _range_rate(local: LocalConfig, rate: float) -> float | None:
+    return rate * local.range_lr / local.lr if local.range_lr else None
+
+
+def minibatches(part: "torch.Tensor | object", local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
+    """Shuffled minibatches of a client's examples: `epochs` passes, or `steps` batches."""
+    indices = torch.as_tensor(part)
+    done = 0
+    for _ in range(local.epochs or local.steps):
+        for batch in indices[torch.randperm(len(indices), generator=dice)].split(local.batch_size):
+            yield batch
+            done += 1
+            if local.steps and done == local.steps:
+                return

@@ -1,0 +1,244 @@
+"""Everything a run can be told, as frozen dataclasses with their checks. No default lives anywhere else.
+
+A `Config` comes from a preset (data, model, clients, local training), a method (a named recipe: which rounding where)
+and single settings ``section.field = value``, in that order. The same names serve in TOML files, on the command line
+(``--set dq.kappa_up=4``) and in Python.
+"""
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from fedfp8.errors import ConfigError
+from fedfp8.fl.settings import assign, choice, positive
+from fedfp8.fp8 import Format
+
+__all__ = ["METHODS", "Config", "from_dict", "to_dict", "with_method", "with_settings"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which examples, and how they are spread over the clients."""
+
+    name: str = "digits"
+    dir: str = ""  # folder of data sets; empty: $FEDFP8_DATA or the cache
+    partition: str = "dirichlet"  # iid | dirichlet | dirichlet-class | group (by speaker)
+    concentration: float = 0.3
+    features: str = "kwt"  # speech only: kwt | matchboxnet
+    limit: int = 0  # use only this many training examples (0: all)
+    test_limit: int = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "digits"
+    stem: str = ""  # resnet18 only: cifar | imagenet
+
+
+@dataclass(frozen=True)
+class ClientsConfig:
+    """K clients of which a fraction C takes part in a round. A partition by group makes one client per group."""
+
+    count: int = 20
+    fraction: float = 0.25
+    min_examples: int = 2  # clients with fewer are never sampled
+    # Client diversity: "" = all in qat.format; "E4M3:3,FP32:1" = shares of formats, spread by seed; or "0=FP32,7=E5M2"
+    formats: str = ""
+
+    def __post_init__(self) -> None:
+        positive("clients", self, "count", "fraction", "min_examples")
+        if self.fraction > 1:
+            raise ConfigError(f"clients.fraction is {self.fraction}; it must be at most 1 (all clients)")
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """LocalUpdate, algorithm 1: what a client does in a round."""
+
+    optimizer: str = "sgd"  # sgd | adamw; its state is new in every round
+    lr: float = 0.1
+    schedule: str = "constant"  # constant | cosine over rounds
+    weight_decay: float = 0.001
+    momentum: float = 0.0
+    batch_size: int = 50
+    epochs: int = 5
+    steps: int = 0  # > 0: this many minibatches instead of epochs
+    clip_norm: float = 0.0  # 0: no clipping
+    prox: float = 0.0  # FedProx: mu/2 * ||w - w_received||^2 added to the loss
+    range_lr: float = 0.0  # learning rate of alpha and beta; 0: the weights'
+    augment: bool = True
+
+    def __post_init__(self) -> None:
+        choice("local.optimizer", self.optimizer, "sgd", "adamw")
+        choice("local.schedule", self.schedule, "constant", "cosine")
+        positive("local", self, "lr", "batch_size")
+        if (self.epochs > 0) == (self.steps > 0):
+            raise ConfigError(
+                f"local.epochs is {self.epochs} and local.steps is {self.steps}; set exactly one of them above 0"
+            )
+
+
+@dataclass(frozen=True)
+class QatConfig:
+    """FP8 training on the client."""
+
+    rounding: str = "nearest"  # nearest | stochastic | off (plain float training)
+    format: str = "E4M3"
+
+    def __post_init__(self) -> None:
+        choice("qat.rounding", self.rounding, "nearest", "stochastic", "off")
+        Format.parse(self.format)
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """One direction of communication."""
+
+    rounding: str = "stochastic"  # none (float32) | nearest | stochastic | dithered
+    format: str = ""  # of the FP8 codes; empty: qat.format
+
+    def __post_init__(self) -> None:
+        choice("link rounding", self.rounding, "none", "nearest", "stochastic", "dithered")
+        if self.format:
+            Format.parse(self.format)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """ServerOptimize, algorithm 2 (UQ+)."""
+
+    optimize: bool = False
+    weights_step: bool = True
+    alpha_step: bool = True
+    steps: int = 5
+    rate: float = 0.1  # the paper searches 0.01, 0.1, 1
+    points: int = 50
+    choose: str = "expected"  # expected: closed form; draw: the paper's one random draw a point
+
+    def __post_init__(self) -> None:
+        choice("server.choose", self.choose, "expected", "draw")
+        positive("server", self, "steps", "rate", "points")
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """Dithered quantization: a step is kappa times a root mean square."""
+
+    kappa_up: float = 8.0  # of the client's change
+    kappa_down: float = 0.3  # of the weights
+    preserve: bool = True  # the server adds what came back to what it has, so downlink noise does not pile up
+
+    def __post_init__(self) -> None:
+        positive("dq", self, "kappa_up", "kappa_down")
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    lossless: bool = True
+    client_cache: bool = True  # clients keep the last model they received as a reference for the next
+    history: int = 40  # how many sent models the server remembers for that
+
+    def __post_init__(self) -> None:
+        positive("wire", self, "history")
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    count: int = 40
+    min_clients: int = 0  # fewer valid updates stop the run; 0: a round without any keeps the model
+    eval_every: int = 1
+    eval_sent: bool = True  # also evaluate the quantized model that is sent next
+
+    def __post_init__(self) -> None:
+        positive("round", self, "count", "eval_every")
+
+
+@dataclass(frozen=True)
+class Config:
+    preset: str = "digits"
+    method: str = "uq"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    clients: ClientsConfig = field(default_factory=ClientsConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+    qat: QatConfig = field(default_factory=QatConfig)
+    up: LinkConfig = field(default_factory=LinkConfig)
+    down: LinkConfig = field(default_factory=LinkConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    dq: DqConfig = field(default_factory=DqConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
+    round: RoundConfig = field(default_factory=RoundConfig)
+
+    def __post_init__(self) -> None:
+        coded = {link.rounding for link in (self.up, self.down)} & {"nearest", "stochastic"}
+        if self.server.optimize and self.down.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(
+                f"server.optimize=true and down.rounding={self.down.rounding!r} contradict each other: ServerOptimize "
+                "fits the FP8 model that is sent down; use down.rounding='stochastic' or server.optimize=false"
+            )
+        if self.qat.rounding == "off" and coded:
+            raise ConfigError(
+                f"qat.rounding='off' and FP8 communication (up.rounding={self.up.rounding!r}, down.rounding="
+                f"{self.down.rounding!r}) contradict each other: without FP8 training no ranges are learned to code "
+                "with; use rounding 'none' or 'dithered' on both links, or qat.rounding='nearest'"
+            )
+        for name, link in (("up", self.up), ("down", self.down)):
+            if link.format and link.rounding not in ("nearest", "stochastic"):
+                raise ConfigError(
+                    f"{name}.format={link.format!r} and {name}.rounding={link.rounding!r} contradict each other: only "
+                    "'nearest' and 'stochastic' send FP8 codes"
+                )
+        if self.clients.formats and self.qat.rounding == "off":
+            raise ConfigError(
+                "clients.formats and qat.rounding='off' contradict each other: nothing would be trained in FP8"
+            )
+
+    @property
+    def prepared(self) -> bool:
+        """Whether models carry ranges at all."""
+        return self.qat.rounding != "off"
+
+
+# A method is a recipe: the settings it fixes. Everything stays reachable through settings.
+METHODS: dict[str, dict[str, Any]] = {
+    "fp32": {"qat.rounding": "off", "up.rounding": "none", "down.rounding": "none"},
+    "bq": {"up.rounding": "nearest", "down.rounding": "nearest"},
+    "uq": {"up.rounding": "stochastic", "down.rounding": "stochastic"},
+    "uq+": {"up.rounding": "stochastic", "down.rounding": "stochastic", "server.optimize": True},
+    "dq": {"up.rounding": "dithered", "down.rounding": "dithered"},
+    # Tables 2 of the paper: FP8 training, float communication
+    "qat-nearest": {"up.rounding": "none", "down.rounding": "none"},
+    "qat-stochastic": {"qat.rounding": "stochastic", "up.rounding": "none", "down.rounding": "none"},
+}
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """`config` with ``{"section.field": value}`` applied at once; unknown names are refused with a suggestion."""
+    values = to_dict(config)
+    for key, value in settings.items():
+        assign(values, key, value)
+    return from_dict(values)
+
+
+def with_method(config: Config, method: str) -> Config:
+    if method not in METHODS:
+        raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+    return with_settings(replace(config, method=method), METHODS[method])
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """A Config from nested dicts; missing fields take their defaults, unknown ones are refused."""
+    checked: dict[str, Any] = to_dict(Config())
+    for section, content in values.items():
+        if isinstance(content, dict):
+            for key, value in content.items():
+                assign(checked, f"{section}.{key}", value)
+        else:
+            assign(checked, section, content)
+    sections = {f.name: f.default_factory for f in fields(Config) if is_dataclass(getattr(Config(), f.name))}
+    built = {name: type(getattr(Config(), name))(**checked[name]) for name in sections}
+    return Config(**{**checked, **built})

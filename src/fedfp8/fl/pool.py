@@ -1,0 +1,206 @@
+"""Worker processes that train and evaluate: one torch thread each, started once, replaced when they die.
+
+Jobs are handed out in order and results come back in order, whatever the number of workers, so nothing that is computed
+depends on it. A worker that dies (killed, out of memory) loses nothing but time: its job is done again by a new one; a
+job that kills two workers is given up and reported as that client's failure.
+"""
+
+import multiprocessing.connection
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from fedfp8.fl.client import Client, Reply, Task
+from fedfp8.fl.config import Config
+from fedfp8.fl.evaluate import PIECE, evaluate_piece
+from fedfp8.fl.federation import Federation
+from fedfp8.fl.store import ModelStore, read_state
+from fedfp8.nn import load_state
+
+__all__ = ["Evaluation", "Pool"]
+
+ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One piece of the test set, for the model in a file."""
+
+    path: Path
+    piece: int
+
+
+Job = Task | Evaluation
+
+
+class Executor:
+    """Does jobs, in a worker process or in this one."""
+
+    def __init__(self, config: Config, federation: Federation, folder: Path) -> None:
+        self.client = Client(config, federation, ModelStore(folder))
+        self.loaded: tuple[Path, float] | None = None
+        self.config = config
+
+    def __call__(self, job: Job) -> Any:
+        if isinstance(job, Task):
+            try:
+                return self.client.train(job)
+            except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
+                return Reply(job.client, error=f"{type(error).__name__}: {error}")
+        model = self.client._network(self.config.qat.format)
+        load_state(model, read_state(job.path))
+        return evaluate_piece(model, self.client.federation, job.piece)
+
+
+def _worker(connection: Any, config: Config, federation: Federation, folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle: it finishes the round
+    torch.set_num_threads(1)
+    executor = Executor(config, federation, folder)
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, OSError):  # the server is gone
+            return
+        if job is None:
+            return
+        connection.send(executor(job))
+
+
+class Pool:
+    """`workers` processes, or with 0 this very process (same results, nothing to start)."""
+
+    def __init__(self, config: Config, federation: Federation, folder: Path, workers: int) -> None:
+        self.federation, self.workers = federation, workers
+        self.notes: list[str] = []  # what went wrong with workers, for the round's record
+        self._inline = Executor(config, federation, folder) if workers == 0 else None
+        self._arguments = (config, federation.share() if workers else federation, folder)
+        self._processes: list[Any] = [self._start() for _ in range(workers)]
+
+    def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        """Replies in the order of the tasks."""
+        return self._map(tasks)
+
+    def evaluate(self, path: Path) -> tuple[float, float]:
+        """(accuracy, mean loss) on the test set of the model in `path`."""
+        pieces = -(-len(self.federation.test_y) // PIECE)
+        results = list(self._map(Evaluation(path, piece) for piece in range(pieces)))
+        correct, loss, examples = (sum(column) for column in zip(*results, strict=True))
+        return correct / examples, loss / examples
+
+    def close(self) -> None:
+        for process, connection in self._processes:
+            try:
+                connection.send(None)
+            except OSError:
+                pass
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes = []
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> tuple[Any, Any]:
+        context = torch.multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_worker, args=(theirs, *self._arguments), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _map(self, jobs: Iterable[Job]) -> Iterator[Any]:
+        if self._inline is not None:
+            yield from self._map_here(jobs)
+            return
+        waiting, todo = deque[tuple[int, Job, int]](), enumerate(jobs)
+        running: dict[int, tuple[int, Job, int]] = {}  # worker -> index, job, attempt
+        finished: dict[int, Any] = {}
+        next_out, next_in, exhausted = 0, 0, False
+        while True:
+            for worker in range(self.workers):
+                if worker in running:
+                    continue
+                # Never far ahead of the oldest open job: results that wait for their turn stay few.
+                if not waiting and not exhausted and next_in < next_out + 4 * self.workers:
+                    item = next(todo, None)
+                    exhausted = item is None
+                    if item is not None:
+                        waiting.append((*item, 1))
+                        next_in = item[0] + 1
+                if waiting:
+                    running[worker] = waiting.popleft()
+                    self._send(worker, running[worker][1])
+            while next_out in finished:
+                yield finished.pop(next_out)
+                next_out += 1
+            if not running:
+                if exhausted and not waiting:
+                    return
+                continue
+            self._collect(running, finished, waiting)
+
+    def _map_here(self, jobs: Iterable[Job]) -> Iterator[Any]:
+        assert self._inline is not None
+        for job in jobs:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                result = self._inline(job)
+            finally:
+                torch.set_num_threads(threads)
+            yield result
+
+    def _send(self, worker: int, job: Job) -> None:
+        try:
+            self._processes[worker][1].send(job)
+        except OSError:
+            pass  # it died; _collect sees its end and repeats the job
+
+    def _collect(self, running: dict[int, Any], finished: dict[int, Any], waiting: deque[Any]) -> None:
+        """Wait for at least one worker to finish or die."""
+        by_handle: dict[Any, int] = {}
+        for worker in running:
+            process, connection = self._processes[worker]
+            by_handle[connection] = by_handle[process.sentinel] = worker
+        ready = {by_handle[handle] for handle in multiprocessing.connection.wait(list(by_handle))}
+        for worker in sorted(ready):
+            index, job, attempt = running.pop(worker)
+            try:
+                finished[index] = self._processes[worker][1].recv()
+            except (EOFError, OSError):
+                result = self._replace(worker, job, attempt)
+                if result is None:
+                    waiting.appendleft((index, job, attempt + 1))
+                else:
+                    finished[index] = result
+
+    def _replace(self, worker: int, job: Job, attempt: int) -> Reply | None:
+        """Start a new worker; None if the job should be tried again."""
+        process, connection = self._processes[worker]
+        process.join()
+        connection.close()
+        what = f"client {job.client}" if isinstance(job, Task) else "evaluation"
+        again = attempt < ATTEMPTS
+        self.notes.append(
+            f"worker {worker} died (exit code {process.exitcode}) during {what}; restarted"
+            + (", its work is done again" if again else ", given up after two workers")
+        )
+        self._processes[worker] = self._start()
+        if again:
+            return None
+        if isinstance(job, Evaluation):
+            raise RuntimeError(
+                f"evaluation killed {ATTEMPTS} workers (exit code {process.exitcode}); is there enough memory?"
+            )
+        return Reply(job.client, error=f"worker died {ATTEMPTS} times (exit code {process.exitcode})")

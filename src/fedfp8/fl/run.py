@@ -1,0 +1,176 @@
+"""A whole run: rounds, evaluation, records, checkpoints. `fedfp8.run` and `fedfp8 run` end up here."""
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedfp8.fl.broadcast import Server
+from fedfp8.fl.checkpoint import RunFolder
+from fedfp8.fl.config import Config
+from fedfp8.fl.federation import FP32, Examples, Federation, build, from_tensors
+from fedfp8.fl.links import downlink, quantize_down
+from fedfp8.fl.pool import Pool
+from fedfp8.fl.simulate import Record, run_round
+from fedfp8.fl.store import write_atomic, write_state
+from fedfp8.fl.summary import summarize
+from fedfp8.nn import state_of
+from fedfp8.state import State, dequantize_state
+
+__all__ = ["History", "execute", "resume", "run"]
+
+OnRound = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class History:
+    """The records of a run: one dict per round (as in history.jsonl), the summary, and the final model."""
+
+    rounds: list[dict[str, Any]]
+    summary: dict[str, Any]
+    state: State
+    folder: Path | None
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.summary["accuracy"])
+
+
+def run(
+    config: Config,
+    *,
+    model: nn.Module | None = None,
+    clients: Sequence[Examples] | None = None,
+    test: Examples | None = None,
+    out: str | os.PathLike[str] | None = None,
+    workers: int = 0,
+    overwrite: bool = False,
+    on_round: OnRound | None = None,
+) -> History:
+    """Run a federation and return its history.
+
+    Without `model`, `clients` and `test` everything follows from the config (data set, partition, network). With them
+    the run is on your own: a float ``nn.Module``, a list with (x, y) of every client, and (x, y) to test on.
+
+    workers: processes that train clients; 0 trains in this process. Results do not depend on it. With workers, a script
+    needs the usual ``if __name__ == "__main__":``. out: run folder (records, checkpoint); None keeps nothing.
+    """
+    federation = _federation(config, model, clients, test)
+    with contextlib.ExitStack() as stack:
+        path = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = RunFolder.create(path, config, overwrite=overwrite)
+        history = execute(folder, federation, workers, on_round)
+        return history if out is not None else History(history.rounds, history.summary, history.state, None)
+
+
+def resume(
+    out: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    clients: Sequence[Examples] | None = None,
+    test: Examples | None = None,
+    workers: int = 0,
+    on_round: OnRound | None = None,
+) -> History:
+    """Continue an interrupted run to the same bytes as one that was never interrupted."""
+    folder = RunFolder.open(Path(out))
+    return execute(folder, _federation(folder.config, model, clients, test), workers, on_round)
+
+
+def _federation(
+    config: Config, model: nn.Module | None, clients: Sequence[Examples] | None, test: Examples | None
+) -> Federation:
+    if model is None and clients is None and test is None:
+        return build(config)
+    if model is None or clients is None or test is None:
+        raise ValueError(
+            "model, clients and test belong together: give all three, or none to use the config's data set"
+        )
+    return from_tensors(config, model, clients, test)
+
+
+def execute(folder: RunFolder, federation: Federation, workers: int, on_round: OnRound | None = None) -> History:
+    """Run the rounds that are still to do."""
+    config = folder.config
+    server = folder.load() or Server(0, state_of(federation.network(config)))
+    folder.checkpoint.mkdir(exist_ok=True)
+    with Pool(config, federation, folder.checkpoint / "sent", workers) as pool, _interruptible() as stop:
+        if server.round == 0:
+            line = _line(folder, config, pool, server, Record(0, []), 0, time.perf_counter())
+            _commit(folder, server, line, on_round)
+        while server.round < config.round.count and not stop.is_set():
+            begin, total = time.perf_counter(), folder.history()[-1]["bytes_total"]
+            server, record = run_round(server, config, federation, pool, folder.store)
+            record.notes += pool.notes
+            pool.notes.clear()
+            line = _line(folder, config, pool, server, record, total, begin)
+            _commit(folder, server, line, on_round)
+    summary = summarize(folder.history(), config, server.state)
+    write_atomic(folder.path / "summary.json", summary.to_json())
+    return History(folder.history(), summary.values, server.state, folder.path)
+
+
+def _commit(folder: RunFolder, server: Server, line: dict[str, Any], on_round: OnRound | None) -> None:
+    folder.save(server, line)
+    if on_round is not None:
+        on_round(line)
+
+
+def _line(
+    folder: RunFolder, config: Config, pool: Pool, server: Server, record: Record, total: int, begin: float
+) -> dict[str, Any]:
+    """The history line of a round, evaluated if it is its turn."""
+    line = asdict(record)
+    losses = line.pop("losses")
+    line["train_loss"] = sum(losses) / len(losses) if losses else None
+    line["bytes_total"] = total + record.bytes_down + record.bytes_up
+    line["model"] = server.state.fingerprint.hex()
+    if config.wire.client_cache:
+        model_bytes = sum(t.numel() * t.element_size() for t in server.state.values())
+        line["cache"] = {"client_bytes": model_bytes, "server_bytes": folder.store.size()}
+    if record.round % config.round.eval_every == 0 or record.round == config.round.count:
+        start = time.perf_counter()
+        line |= _evaluate(folder, config, pool, server)
+        line["seconds"]["evaluate"] = time.perf_counter() - start
+    line["seconds"]["total"] = time.perf_counter() - begin
+    return line
+
+
+def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> dict[str, float]:
+    write_state(folder.model_path, server.state, sync=False)
+    accuracy, loss = pool.evaluate(folder.model_path)
+    result = {"accuracy": accuracy, "loss": loss}
+    if config.round.eval_sent and config.down.rounding != "none":
+        link = downlink(config, config.qat.format if config.prepared else FP32)
+        sent = dequantize_state(quantize_down(config, server.round + 1, server.state, link))
+        write_state(folder.model_path, sent, sync=False)
+        result["accuracy_sent"] = pool.evaluate(folder.model_path)[0]
+    return result
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C asks the run to stop after the round, the second stops it at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(signum: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,56 @@
+"""What a run came to, in one small dict: the numbers tables are made of."""
+
+import json
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from fedfp8.fl.config import Config
+from fedfp8.state import State
+
+__all__ = ["Summary", "summarize"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    values: dict[str, Any]
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.values, indent=2).encode() + b"\n"
+
+
+def summarize(history: list[dict[str, Any]], config: Config, state: State) -> Summary:
+    """Totals and last values over a history; accuracy is the last evaluated one."""
+    evaluated = [line for line in history if "accuracy" in line]
+    rounds = [line for line in history if line["round"] > 0]
+    messages = sum(len(line["clients"]) for line in rounds)
+    weights = sum(spec.size for spec in state.layout if spec.kind in ("fp8", "float"))
+    down, up = (sum(line[key] for line in rounds) for key in ("bytes_down", "bytes_up"))
+    values = {
+        "preset": config.preset,
+        "method": config.method,
+        "seed": config.seed,
+        "rounds": history[-1]["round"],
+        "finished": history[-1]["round"] >= config.round.count,
+        "accuracy": evaluated[-1]["accuracy"],
+        "accuracy_best": max(line["accuracy"] for line in evaluated),
+        "bytes_down": down,
+        "bytes_up": up,
+        "bytes_total": down + up,
+        "bits_per_weight_down": 8 * down / max(messages * weights, 1),
+        "bits_per_weight_up": 8 * up / max(messages * weights, 1),
+        "parameters": weights,
+        "rejected": sum(len(line["rejected"]) for line in rounds),
+        "seconds": sum(line["seconds"]["total"] for line in history),
+        "cache": history[-1].get("cache"),
+        "machine": {"cpu": _cpu(), "python": platform.python_version()},
+    }
+    return Summary(values)
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()
