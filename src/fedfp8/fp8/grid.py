@@ -40,7 +40,7 @@ def alpha_value(alpha: "float | torch.Tensor", name: str | None = None) -> np.fl
         raise QuantizationError(
             f"{what} has shape {tuple(alpha.shape)}; it must be one number per tensor (float or 0-d tensor)"
         )
-    value = float(alpha)
+    value = float(alpha.detach() if isinstance(alpha, torch.Tensor) else alpha)
     if not math.isfinite(value) or value <= 0:
         raise QuantizationError(
             f"{what} is {value}; it must be finite and > 0 (usually the largest magnitude of the tensor)"

@@ -122,7 +122,7 @@ def fake_quantize_backward(x, g, gx, partial, alpha, scale_in, scale_out, top, l
             a = abs(xi)
             keep = HALF * F(a < alpha) + HALF * F(a <= alpha)
             gx_[i] = gi * keep
-            inside = plus(inside, gi * (q - xi) * F(a < alpha))
+            inside = plus(inside, gi * (q - min(max(xi, -alpha), alpha)) * F(a < alpha))  # clipped: Inf is 0, NaN stays
             outside = plus(outside, gi * np.copysign(F(1) - keep, xi))
         partial[chunk] = np.float64(inside) / np.float64(alpha) + np.float64(outside)
 
@@ -149,7 +149,7 @@ def fake_quantize_backward_stochastic(
             a = abs(xi)
             keep = HALF * F(a < alpha) + HALF * F(a <= alpha)
             gx_[i] = gi * keep
-            inside = plus(inside, gi * (q - xi) * F(a < alpha))
+            inside = plus(inside, gi * (q - min(max(xi, -alpha), alpha)) * F(a < alpha))  # clipped: Inf is 0, NaN stays
             outside = plus(outside, gi * np.copysign(F(1) - keep, xi))
         partial[chunk] = np.float64(inside) / np.float64(alpha) + np.float64(outside)
 

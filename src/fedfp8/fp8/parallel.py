@@ -8,6 +8,7 @@ into the key, for any number of threads.
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ _pools: dict[int, ThreadPoolExecutor] = {}  # by process id: threads do not surv
 def dice_keys(seed: int) -> Keys:
     """The two 32-bit keys of a 64-bit seed (the finaliser of SplitMix64, so that close seeds give unrelated keys)."""
     mask = 2**64 - 1
-    z = (int(seed) + 0x9E3779B97F4A7C15) & mask
+    z = (index(seed) + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     z ^= z >> 31

@@ -71,9 +71,8 @@ def to_codes(
     grid, keys = grid_for(alpha, format, name), _keys(rounding, seed, name)
     flat, restore = _flat(x, ordered=keys is not None)
     if not _has_kernel(flat):
-        flat = flat.float()
-        bad = not bool(torch.isfinite(flat).all())
-        out = eager.to_codes(flat, grid, keys)
+        bad = not bool(torch.isfinite(flat).all())  # before float32: a float64 beyond it is clipped like any other
+        out = eager.to_codes(flat.float(), grid, keys)
     else:
         out = torch.empty(flat.shape, dtype=torch.uint8)
         bad = any(_to_codes_kernel(flat.numpy(), out.numpy(), grid, keys))
@@ -285,7 +284,7 @@ def _flat(x: torch.Tensor, *, ordered: bool) -> tuple[torch.Tensor, Callable[[to
 
     In memory order (no copy) if x is dense and no dice care for the order, else in logical order.
     """
-    x = x.detach()
+    x = x.detach().resolve_neg()
     if x.is_contiguous():
         return x.view(-1), lambda out: out.view(x.shape)
     by_stride = memory_order(x)

@@ -15,7 +15,7 @@ import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8.format import E4M3, Format
-from fedfp8.fp8.grid import grid_for
+from fedfp8.fp8.grid import alpha_value, grid_for
 from fedfp8.fp8.parallel import dice_keys, run
 from fedfp8.fp8.quantize import Alpha, memory_order, quantize
 
@@ -45,7 +45,7 @@ class _FakeQuantize(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, alpha: Alpha, format: Format, rounding: str, seed: int | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, alpha if isinstance(alpha, torch.Tensor) else None)
-        ctx.alpha, ctx.format, ctx.rounding, ctx.seed = float(alpha), format, rounding, seed
+        ctx.alpha, ctx.format, ctx.rounding, ctx.seed = float(alpha_value(alpha)), format, rounding, seed
         return quantize(x, ctx.alpha, format, rounding=rounding, seed=seed)
 
     @staticmethod
@@ -95,9 +95,9 @@ def _gradients(
 def _gradients_eager(
     x: torch.Tensor, g: torch.Tensor, alpha: float, format: Format, rounding: str, seed: int | None
 ) -> tuple[torch.Tensor, float]:
-    alpha = float(np.float32(alpha))
     q = quantize(x, alpha, format, rounding=rounding, seed=seed)
     keep = 0.5 * (x.abs() < alpha).to(g.dtype) + 0.5 * (x.abs() <= alpha).to(g.dtype)
-    inside = (g * (q - x) * (x.abs() < alpha)).double().sum() / alpha
+    error = (q - x.clamp(-alpha, alpha)).double()  # clipped: Inf counts as outside, NaN stays NaN
+    inside = (g.double() * error * (x.abs() < alpha)).sum() / alpha
     outside = (g * (1 - keep) * x.sign()).double().sum()
     return g * keep, float(inside + outside)
