@@ -8,7 +8,8 @@ from fedfp8.fl.config import Config, with_method, with_settings
 
 __all__ = ["PRESETS", "preset"]
 
-DIGITS: dict[str, Any] = {"data.name": "digits", "model.name": "digits"}
+# 20 clients that each see few classes, 5 of them a round
+DIGITS: dict[str, Any] = {"data.name": "digits", "model.name": "digits", "local.batch_size": 20}
 
 # K = 100, C = 0.1, 1000 rounds, batches of 50, 5 local epochs, SGD 0.1 with weight decay 0.001, crop and flip
 IMAGES: dict[str, Any] = {

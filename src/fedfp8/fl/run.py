@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -168,6 +169,7 @@ def _interruptible() -> Iterator[threading.Event]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
+        sys.stderr.write("\nfinishing this round and writing the checkpoint; Ctrl-C again stops at once\n")
 
     before = signal.signal(signal.SIGINT, handle)
     try:
