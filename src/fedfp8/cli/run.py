@@ -196,13 +196,13 @@ def scalars(folder: Path, then: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-    writer = SummaryWriter(str(folder / "tb"))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(folder / "tb"))
 
     def on_round(line: dict[str, Any]) -> None:
         for name in ("accuracy", "accuracy_sent", "loss", "train_loss", "bytes_down", "bytes_up", "bytes_total"):
             if line.get(name) is not None:
-                writer.add_scalar(name, line[name], line["round"])  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, line[name], line["round"])
+        writer.flush()
         then(line)
 
     return on_round
