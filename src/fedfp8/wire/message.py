@@ -1,7 +1,7 @@
 """A QuantState as one blob of bytes, and back. Nothing is rounded here: ``decode(encode(q)) == q``, bit for bit.
 
 The body is: every tensor that travels as it is (ranges, float parameters, integers), the steps (float32, only if
-dithered), then the coded tensors in layout order, each ``mode | length | data`` in the mode that makes it smallest (`codec.py`).
+dithered), then the coded tensors in layout order, each ``mode | length | data`` in its smallest mode (`codec.py`).
 """
 
 import math
@@ -33,18 +33,25 @@ def encode(q: QuantState, *, reference: State | None = None, lossless: bool = Tr
     used = reference if lossless and q.codes else None
     if used is not None:
         _check_reference(q.layout, used)
-    out = [write_header(q.layout, q.rounding, q.seed, used and used.fingerprint, with_layout)]
+    coded = []
+    for plan in codec.plans(q, used):
+        if not plan.empty:
+            mode, data = codec.encode(plan, q.codes[plan.name].numpy(), lossless)
+            coded += [bytes([mode]), varint(len(data)), data]
+    if used is not None and not any(m[0] & 3 in (codec.REFERENCE, codec.SAME) for m in coded[::3]):
+        used = None  # it helped no tensor: the receiver need not have it
+    head = write_header(q.layout, q.rounding, q.seed, None if used is None else used.fingerprint, with_layout)
+    return seal(b"".join([head, _write_plain(q), *coded]))
+
+
+def _write_plain(q: QuantState) -> bytes:
+    out = []
     for spec in q.layout:
         if spec.name in q.rest:
             _check_rest(spec, q.rest[spec.name], _is_alpha(q.layout, q.rounding, spec), QuantizationError)
             out.append(q.rest[spec.name].contiguous().numpy().tobytes())
     out.append(np.array([q.steps[name] for name in q.codes if q.rounding == "dithered"], dtype="<f4").tobytes())
-    for plan in codec.plans(q, used):
-        if plan.empty:
-            continue
-        mode, data = codec.encode(plan, q.codes[plan.name].numpy(), lossless)
-        out += [bytes([mode]), varint(len(data)), data]
-    return seal(b"".join(out))
+    return b"".join(out)
 
 
 def decode(payload: bytes, layout: Layout | None = None, *, reference: State | None = None) -> QuantState:
@@ -83,8 +90,8 @@ def records(
             continue
         reader.where = f"tensor {plan.name!r}"
         mode = reader.take(1, "mode")[0]
-        # No mode is ever longer than 33 bits an element and a few words.
-        length = reader.varint("length", 5 * plan.size + 64)
+        # No mode takes more than 9 bytes an element and a few words.
+        length = reader.varint("length", 9 * plan.size + 64)
         yield plan, mode, reader.take(length, "codes")
     reader.where = "payload"
 

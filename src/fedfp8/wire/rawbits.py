@@ -28,12 +28,13 @@ def pack(values: np.ndarray, bits: int) -> bytes:
 
 
 def unpack(data: memoryview, count: int, bits: int, dtype: type) -> np.ndarray:
-    """The inverse; the caller has checked that `data` has `packed_size(count, bits)` bytes."""
-    out = np.zeros(count, dtype=dtype)
+    if len(data) != packed_size(count, bits):
+        raise WireFormatError(f"{len(data)} bytes do not hold {count} codes of {bits} bits")
+    out: np.ndarray = np.zeros(count, dtype=dtype)
     if bits == 8 * out.itemsize:
         out[:] = np.frombuffer(data, dtype=dtype, count=count)
         return out
-    shifts = np.arange(bits, dtype=dtype)
+    shifts: np.ndarray = np.arange(bits, dtype=dtype)
     for start in range(0, count, 1 << 16):
         here = min(1 << 16, count - start)
         first = start * bits // 8
@@ -41,7 +42,7 @@ def unpack(data: memoryview, count: int, bits: int, dtype: type) -> np.ndarray:
         one = np.unpackbits(raw, count=here * bits, bitorder="little").reshape(here, bits)
         out[start : start + here] = np.bitwise_or.reduce(one.astype(dtype) << shifts, axis=1) if bits else 0
     if count * bits % 8 and np.frombuffer(data, np.uint8)[-1] >> (count * bits % 8):
-        raise WireFormatError("raw codes: the unused bits of the last byte are not 0; the message is damaged")
+        raise WireFormatError("the unused bits of the last byte are not 0; the message is damaged")
     return out
 
 
@@ -53,7 +54,7 @@ def pack_signed(k: np.ndarray) -> bytes:
 
 def unpack_signed(data: memoryview, count: int) -> np.ndarray:
     bits = data[0] if len(data) else 255
-    if bits > 32 or len(data) != 1 + packed_size(count, bits):
-        raise WireFormatError(f"raw integers: {len(data)} bytes do not hold {count} integers of {bits} bits")
+    if bits > 32:
+        raise WireFormatError(f"raw integers of {bits} bits; at most 32 are possible; the message is damaged")
     zigzag = unpack(data[1:], count, bits, np.uint32)
     return (zigzag >> 1).astype(np.int32) ^ -(zigzag & 1).astype(np.int32)

@@ -1,0 +1,136 @@
+"""What the coder expects before it has seen anything: how likely each step from the prediction is.
+
+The sender's weight is the reference plus an update. If updates have scale sigma, the chance that the code moves by d is
+the mass of the update distribution on one cell of the grid, seen from where the reference lies in its own cell. Two
+bytes a tensor, shape and scale, therefore give all tables at once; counts then correct them (`kernels.rebuild`).
+
+Steps become tokens: 0, +1, -1, +2, ... up to 7 each on its own, then ranges (8-11, 12-15, 16-23, ... 240-255) with
+extra bits, then an escape that sends the value itself.
+
+Everything here is made of sums, products and roundings of float64 in a fixed order: the same bits on every machine.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from fedfp8.fp8.format import Format
+from fedfp8.wire import kernels
+
+__all__ = ["BUCKET", "ESCAPE", "EXTRA", "LOW", "PLACES", "SCALES", "SHAPES", "TOKENS", "Grid", "grid_of", "prior_of"]
+
+LOW = np.array([*range(8), 8, 12, *range(16, 128, 8), *range(128, 256, 16)], dtype=np.int64)  # smallest step of a token
+EXTRA = np.array([0] * 8 + [2, 2] + [3] * 14 + [4] * 8, dtype=np.int64)  # its extra bits
+TOKENS = 2 * len(LOW)  # token 2k-1 is +LOW[k], 2k is -LOW[k], the last one the escape
+ESCAPE = TOKENS - 1
+STEPS = 1 << 8  # steps of this size or more escape
+BUCKET = np.repeat(np.arange(len(LOW)), 1 << EXTRA)  # |step| -> k
+PLACES = 16  # in a cell
+SCALES = range(72, 248)  # of the byte that says sigma: quarter octaves, 128 = one (smallest) cell
+QUARTERS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2**(i/4)
+PER_UNIT = 512  # entries of a shape's table per sigma
+LENGTH = 16 * PER_UNIT
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Per class of predictions: the interval of each token, in cells from the lower end of the predicted one."""
+
+    lo: np.ndarray  # [class, token]
+    hi: np.ndarray
+    cell: np.ndarray  # size of the class's own cell, in smallest cells
+    width: float  # of the part of the cell that the places divide
+
+
+@lru_cache(maxsize=64)
+def grid_of(format: Format | None) -> Grid:
+    """A float format's (up to 16 classes by exponent), or for None the uniform grid (3 classes of |reference|).
+
+    On the uniform grid contexts are folded: the places divide the half of the cell that is nearer to an end.
+    """
+    if format is None:
+        return _grid(np.tile(np.arange(-STEPS, STEPS + 1.0), (3, 1)), np.ones(3), 0.5)
+    e, m = format.exponent_bits, format.mantissa_bits
+    values = format.grid().numpy()[: 2 ** (e + m)] / format.grid()[1].item()
+    values = np.concatenate([-values[:0:-1], values])  # by rank: the magnitude's code with the sign
+    far = np.full(STEPS + 2, 2.0**40)
+    ends = np.concatenate([-far, (values[1:] + values[:-1]) / 2, far])
+    classes = min(2**e, 16)
+    position, cell = np.zeros((classes, 2 * STEPS + 1)), np.zeros(classes)
+    for c in range(classes):
+        exponent = c + 2**e - classes
+        at = STEPS + 2 ** (e + m) + (exponent << m) + (1 << m >> 1)  # lower end of the middle mantissa's cell
+        cell[c] = 2.0 ** max(exponent - 1, 0)
+        position[c] = (ends[at - STEPS : at + STEPS + 1] - ends[at]) / cell[c]
+    return _grid(position, cell, 1.0)
+
+
+def _grid(position: np.ndarray, cell: np.ndarray, width: float) -> Grid:
+    """position[class, STEPS + d] is the lower end of the cell d steps away."""
+    lo, hi = np.zeros((2, len(position), TOKENS))
+    for k, (first, count) in enumerate(zip(LOW, 1 << EXTRA, strict=True)):
+        for token, start in ((2 * k, 1 - first - count), (max(2 * k - 1, 0), first)):
+            lo[:, token], hi[:, token] = position[:, STEPS + start], position[:, STEPS + start + count]
+    return Grid(lo, hi, cell, width)
+
+
+def prior_of(grid: Grid, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
+    """(prior[row, token] of about 2**16 a row, row of each context).
+
+    The wider the updates, the less the place in the cell says: places are pooled so that a pool is at most a third of
+    sigma wide.
+    """
+    sigma = sigma_of(grid, scale)
+    places = np.full(len(sigma), PLACES, dtype=np.int64)
+    for bound in (0.375, 0.75, 1.5, 3.0):
+        places[sigma >= bound * 2 * grid.width] //= 2
+    first = np.concatenate([[0], np.cumsum(places)])
+    row = np.zeros(256, dtype=np.uint8)
+    for c, count in enumerate(places):
+        row[c * PLACES : (c + 1) * PLACES] = first[c] + np.arange(PLACES) * count // PLACES
+    prior = np.empty((first[-1], TOKENS), dtype=np.uint32)
+    kernels.prior(grid.lo, grid.hi, sigma, first, places, grid.width, SHAPES[shape], PER_UNIT, prior)
+    return prior, row
+
+
+def sigma_of(grid: Grid, scale: int) -> np.ndarray:
+    """The updates' scale in cells, for each class."""
+    octave, quarter = divmod(scale - 128, 4)
+    return QUARTERS[quarter] * 2.0**octave / grid.cell
+
+
+# Shapes of the update distribution: mass(z) is the probability of [0, z]; tables hold its integral (`kernels.area`)
+
+
+def _gauss() -> np.ndarray:
+    mass, ratio = [0.0], 1.0
+    for i in range(LENGTH):
+        mass.append(mass[-1] + ratio)
+        d = (i + 1) / PER_UNIT / PER_UNIT
+        ratio *= 1 - d + d * d / 2  # exp(-d)
+    return np.array(mass) / (2 * mass[-1])
+
+
+def _laplace(rate: float) -> np.ndarray:
+    left = [1.0]
+    for _ in range(LENGTH):
+        left.append(left[-1] * (1 - rate / PER_UNIT))
+    return (1 - np.array(left)) / 2
+
+
+def _area(mass: np.ndarray) -> np.ndarray:
+    total = [0.0]
+    for a, b in pairwise(mass.tolist()):
+        total.append(total[-1] + (a + b) / 2)
+    return np.array(total) / PER_UNIT
+
+
+def _shapes() -> tuple[np.ndarray, ...]:
+    wide = _laplace(0.5)
+    peaked, spiked = (_laplace(6.0) + wide) / 2, _laplace(24.0) * 0.75 + wide * 0.25
+    return tuple(_area(mass) for mass in (_gauss(), _laplace(1.4142135623730951), peaked, spiked))
+
+
+SHAPES = _shapes()

@@ -1,0 +1,230 @@
+"""Modes reference and same: codes as steps from a prediction that both sides can make.
+
+The prediction is the reference on the new grid, rounded with the message's own dice: a weight that did not move gives
+exactly the predicted code, and one that moved does unless it crossed its own known threshold. Without a reference (mode
+static of the uniform grid) the reference is 0 everywhere, and the dice alone still help.
+
+    data = shape << 5 | shift, scale, number of bytes of extra bits, extra bits, rANS states and words
+
+`shift`: low bits of every step that are sent as they are, for updates of hundreds of cells.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedfp8.errors import WireFormatError
+from fedfp8.fp8 import rms
+from fedfp8.fp8.grid import grid_for
+from fedfp8.fp8.parallel import dice_keys
+from fedfp8.wire import kernels
+from fedfp8.wire.container import Reader, varint
+from fedfp8.wire.model import BUCKET, EXTRA, LOW, PER_UNIT, PLACES, SCALES, SHAPES, TOKENS, grid_of, prior_of, sigma_of
+from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
+
+if TYPE_CHECKING:
+    from fedfp8.wire.codec import Plan
+
+__all__ = ["decode", "encode", "has_ranks", "predicted"]
+
+GAIN = 1 << 10  # a count weighs as much as this prior mass of 2**16: the prior is worth 64 observations
+FIT = 1 << 12  # elements on which shape and scale are chosen
+FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any code, within int32
+
+
+class Predictor:
+    """Predictions and contexts, piece by piece, in scratch arrays that are used again."""
+
+    def __init__(self, plan: "Plan", reference: np.ndarray | None, dice: bool) -> None:
+        self.plan, self.reference, self.dice = plan, reference, dice
+        self.keys = dice_keys(plan.seed)
+        n = min(plan.size, PIECE)
+        self.pred, self.ctx, self.values = np.empty(n, np.int32), np.empty(n, np.uint16), np.empty(n, np.int32)
+        self.zeros = np.zeros(n if reference is None else 0, np.float32)
+        self.constants = self._uniform() if plan.dithered else self._float()
+
+    def _uniform(self) -> tuple[Any, ...]:
+        size = 0.0 if self.reference is None else rms(torch.from_numpy(self.reference))
+        return np.float32(1.0 / self.plan.step), FARTHEST, np.float32(size / 2), np.float32(size * 1.5)
+
+    def _float(self) -> tuple[Any, ...]:
+        format = self.plan.spec.format
+        assert format is not None
+        g = grid_for(self.plan.alpha, format, self.plan.name)
+        drop = max(2**format.exponent_bits - 16, 0)
+        rounding = g.scale_in, g.top, g.lowest, g.magic, g.spread, g.per_level
+        return *rounding, g.shift, g.offset, g.sign_shift, drop
+
+    def __call__(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        n = stop - start
+        ref = self.zeros[:n] if self.reference is None else self.reference[start:stop]
+        pred, ctx = self.pred[:n], self.ctx[:n]
+        if self.plan.dithered:
+            bad = kernels.predict_uniform(ref, start, pred, ctx, *self.constants, *self.keys)
+        else:
+            bad = kernels.predict_float(ref, start, self.dice, pred, ctx, *self.constants, *self.keys)
+        if bad:
+            raise WireFormatError("the reference holds NaN or Inf; use another one, or none")
+        return pred, ctx
+
+    def ranks(self, codes: np.ndarray) -> np.ndarray:
+        """What is predicted: signed ranks of FP8 codes; dithered integers as they are."""
+        if self.plan.dithered:
+            return codes
+        out = self.values[: codes.size]
+        kernels.ranks(codes, self.plan.bits - 1, out)
+        return out
+
+
+def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
+    """False if a code is that of -0, which no quantizer makes: it has no rank of its own."""
+    return not bool((codes == 1 << plan.bits - 1).any())
+
+
+def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None, dice: bool) -> bytes:
+    """The data; empty if there is a reference and every code is exactly as predicted."""
+    predictor = Predictor(plan, reference, dice)
+    shift = _shift(predictor, codes)
+    shape, scale = _fit(predictor, codes, shift)
+    prior, row = prior_of(grid_of(plan.spec.format if not plan.dithered else None), shape, scale)
+    encoder = Encoder(Tables(prior, row, GAIN), plan.size)
+    extra = _Bits()
+    moved = False
+    for start, stop, rebuild in pieces(plan.size):
+        tok, ctx = _tokens(predictor, codes, start, stop, shift, extra)
+        moved = moved or bool(tok.any())
+        encoder.push(start, tok, ctx, rebuild)
+    if reference is not None and not moved and not shift:
+        return b""
+    bits = extra.finish()
+    return bytes([shape << 5 | shift, scale]) + varint(len(bits)) + bits + encoder.finish()
+
+
+class _Bits:
+    """Extra bits, low bit first; whole bytes are moved out after every piece."""
+
+    def __init__(self) -> None:
+        self.done: list[bytes] = []
+        self.buffer = np.zeros(0, np.uint8)
+        self.at = np.zeros(1, np.int64)
+
+    def room(self, count: int) -> None:
+        whole = int(self.at[0]) >> 3
+        self.done.append(self.buffer[:whole].tobytes())
+        rest = self.buffer[whole : whole + 1]
+        self.buffer = np.zeros(8 * count + 8, np.uint8)
+        self.buffer[: rest.size] = rest
+        self.at[0] &= 7
+
+    def finish(self) -> bytes:
+        return b"".join([*self.done, self.buffer[: int(self.at[0]) + 7 >> 3].tobytes()])
+
+
+def _tokens(
+    predictor: Predictor, codes: np.ndarray, start: int, stop: int, shift: int, extra: _Bits
+) -> tuple[np.ndarray, np.ndarray]:
+    pred, ctx = predictor(start, stop)
+    tok = np.empty(stop - start, np.uint8)
+    extra.room(stop - start)
+    values = predictor.ranks(codes[start:stop])
+    kernels.tokenise(values, pred, ctx, shift, BUCKET, LOW, EXTRA, tok, extra.buffer, extra.at)
+    return tok, ctx
+
+
+def _shift(predictor: Predictor, codes: np.ndarray) -> int:
+    if not predictor.plan.dithered:
+        return 0
+    n = min(codes.size, FIT)
+    pred, _ = predictor(0, n)
+    middle = int(np.median(np.abs(codes[:n].astype(np.int64) - pred)))
+    return max(middle.bit_length() - 5, 0)
+
+
+def _fit(predictor: Predictor, codes: np.ndarray, shift: int) -> tuple[int, int]:
+    """The (shape, scale) under which the first elements cost least: coarse over scales, then finer, for each shape."""
+    n = min(codes.size, FIT)
+    tok, ctx = _tokens(predictor, codes, 0, n, shift, _Bits())
+    index, count = np.unique((ctx & 0xFF).astype(np.int64) * TOKENS + tok, return_counts=True)
+    cells = np.stack([index // TOKENS, index % TOKENS, count], axis=1)
+    plan = predictor.plan
+    grid = grid_of(plan.spec.format if not plan.dithered else None)
+
+    def cost(shape: int, scale: int) -> int:
+        table = SHAPES[shape]
+        sigma = sigma_of(grid, scale)
+        return kernels.prior_cost(cells, grid.lo, grid.hi, sigma, PLACES, grid.width, table, PER_UNIT, _LOG2)
+
+    scale = min(SCALES[::8], key=lambda s: cost(0, s))
+    found = []
+    for shape in range(len(SHAPES)):
+        best = cost(shape, scale), scale
+        for move in (8, 4, 2, 1):
+            near = [s for s in (best[1] - move, best[1] + move) if s in SCALES]
+            best = min([best, *((cost(shape, s), s) for s in near)])
+        found.append((best[0], shape, best[1]))
+    return min(found)[1:]
+
+
+def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: bool) -> np.ndarray:
+    reader = Reader(data, "coded steps")
+    head, scale = reader.take(2, "shape and scale")
+    shape, shift = head >> 5, head & 31
+    if shape >= len(SHAPES) or scale not in SCALES or (shift and not plan.dithered) or shift > 26:
+        raise WireFormatError(f"shape {shape}, shift {shift}, scale {scale} are not possible; the message is damaged")
+    extra = reader.take(reader.varint("number of extra bytes", 8 * plan.size + 8), "extra bits")
+    bits, at = np.frombuffer(extra, np.uint8), np.zeros(1, np.int64)
+    prior, row = prior_of(grid_of(plan.spec.format if not plan.dithered else None), shape, scale)
+    decoder = Decoder(Tables(prior, row, GAIN), plan.size, reader.take(reader.left, "symbols"))
+    predictor = Predictor(plan, reference, dice)
+    codes: np.ndarray = np.empty(plan.size, plan.dtype)
+    largest = 2**31 - 1 if plan.dithered else 2 ** (plan.bits - 1) - 1
+    lowest = -(2**31) if plan.dithered else -largest
+    tok = np.empty(predictor.pred.size, np.uint8)
+    for start, stop, rebuild in pieces(plan.size):
+        pred, ctx = predictor(start, stop)
+        decoder.pull(ctx, tok[: stop - start], rebuild)
+        values = codes[start:stop] if plan.dithered else predictor.values[: stop - start]
+        good = kernels.detokenise(tok[: stop - start], pred, ctx, shift, LOW, EXTRA, bits, at, lowest, largest, values)
+        if not good:
+            raise WireFormatError("a step leads out of the grid, or extra bits are missing; the message is damaged")
+        if not plan.dithered:
+            kernels.from_ranks(values, plan.bits - 1, codes[start:stop])
+    decoder.finish()
+    if int(at[0]) + 7 >> 3 != len(extra):
+        raise WireFormatError("extra bits are left over; the message is damaged")
+    return codes
+
+
+def predicted(plan: "Plan", reference: np.ndarray, dice: bool) -> np.ndarray:
+    """The prediction itself, as codes."""
+    predictor = Predictor(plan, reference, dice)
+    codes: np.ndarray = np.empty(plan.size, plan.dtype)
+    for start in range(0, plan.size, PIECE):
+        pred, _ = predictor(start, min(start + PIECE, plan.size))
+        if plan.dithered:
+            codes[start : start + pred.size] = pred
+        else:
+            kernels.from_ranks(pred, plan.bits - 1, codes[start : start + pred.size])
+    return codes
+
+
+def _log2_table() -> np.ndarray:
+    """-log2(f / 2**16) in 1/256 bits for f of 16 bits, from integers alone (the top 9 bits of f)."""
+    fraction = []
+    for top in range(256, 512):
+        x, bits = top << 24, 0  # in [2**32, 2**33): its square decides the next bit of the logarithm
+        for _ in range(8):
+            x = x * x >> 32
+            bits = bits << 1 | x >> 33
+            x >>= x >> 33
+        fraction.append(bits)
+    table = np.zeros(1 << 16, np.int64)
+    for f in range(1, 1 << 16):
+        exponent = f.bit_length() - 1
+        table[f] = (16 - exponent) * 256 - fraction[((f << 16) >> exponent >> 8) - 256]
+    table[0] = table[1]
+    return table
+
+
+_LOG2 = _log2_table()
