@@ -1,0 +1,213 @@
+"""Accuracy against communicated bytes, drawn for a paper's column (Figure 4). Needs matplotlib, not torch.
+
+Colours are Okabe and Ito's, which stay apart for colour-blind readers; markers and line styles stay apart in print
+without colour. Every picture is written as PNG and as PDF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedfp8.experiments.records import Gain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "COLUMN",
+    "NAMES",
+    "STYLES",
+    "Curve",
+    "Style",
+    "accuracy_against_bytes",
+    "add_legend",
+    "draw_curves",
+    "new_figure",
+    "save",
+]
+
+COLUMN = 3.5  # inches, one column of a two-column paper
+PAPER: Any = {  # any: matplotlib lists every known key in the type
+    "font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "legend.fontsize": 7, "axes.linewidth": 0.6, "lines.linewidth": 1.2, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.5,
+    "legend.frameon": False, "pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "fedfp8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Style:
+    color: str
+    marker: str
+    line: str
+
+
+STYLES: dict[str, Style] = {
+    "fp32": Style("#000000", "o", "-"),
+    "bq": Style("#D55E00", "s", "--"),
+    "uq": Style("#0072B2", "^", "-"),
+    "uq+": Style("#009E73", "D", "-."),
+    "dq": Style("#CC79A7", "v", (0, (4, 1, 1, 1, 1, 1))),  # type: ignore[arg-type]
+    "qat-nearest": Style("#E69F00", "P", "--"),
+    "qat-stochastic": Style("#56B4E9", "X", ":"),
+}
+NAMES: dict[str, str] = {
+    "fp32": "FP32 FedAvg",
+    "bq": "FP8 FedAvg-BQ",
+    "uq": "FP8 FedAvg-UQ",
+    "uq+": "FP8 FedAvg-UQ+",
+    "dq": "FP8 FedAvg-DQ (ours)",
+    "qat-nearest": "det. QAT",
+    "qat-stochastic": "rand. QAT",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A method's evaluated rounds, mean over seeds; `spread` is the standard deviation of the accuracy, if known."""
+
+    method: str
+    bytes: Sequence[float]
+    accuracy: Sequence[float]  # 0..1
+    spread: Sequence[float] | None = None
+
+    @property
+    def label(self) -> str:
+        return NAMES.get(self.method, self.method)
+
+    @property
+    def style(self) -> Style:
+        return STYLES.get(self.method, Style("#999999", "*", "-"))
+
+
+def accuracy_against_bytes(
+    curves: Sequence[Curve],
+    path: Path,
+    *,
+    gains: Mapping[str, Gain] | None = None,
+    title: str = "",
+    width: float = COLUMN,
+) -> list[Path]:
+    """Draw the curves into ``path`` + .png and .pdf (a suffix of `path` is dropped); returns both paths.
+
+    gains: by method; drawn as arrows from FP32's point to the method's, at the accuracy both reach.
+    """
+    figure, panels = new_figure(width, 0.9 * width)
+    draw_curves(panels[0, 0], curves, gains or {}, title)
+    add_legend(figure, columns=2)
+    return save(figure, path)
+
+
+def draw_curves(axes: Axes, curves: Sequence[Curve], gains: Mapping[str, Gain], title: str = "") -> None:
+    from matplotlib import rc_context
+
+    curves = [curve for curve in curves if len(curve.bytes)]
+    with rc_context(PAPER):
+        unit, name = _unit(max((curve.bytes[-1] for curve in curves), default=1.0))
+        for curve in curves:
+            _line(axes, curve, unit)
+        if _wants_log(curves):
+            axes.set_xscale("log")
+            _plain_log_labels(axes)
+        else:
+            axes.set_xlim(left=0)
+        axes.set_xlabel(f"communicated bytes, both directions ({name})")
+        axes.set_ylabel("test accuracy (%)")
+        axes.set_title(title)
+        axes.margins(y=0.08)
+        _arrows(axes, gains, unit)
+
+
+def add_legend(figure: Figure, columns: int) -> None:
+    """One legend below all panels, each method once: inside it would hide a curve sooner or later."""
+    from matplotlib import rc_context
+
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        with rc_context(PAPER):
+            options: Any = {"loc": "outside lower center"}  # a place that matplotlib's own types do not know
+            figure.legend(list(found.values()), list(found), ncols=columns, handlelength=2.8, **options)
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure of `rows` x `columns` panels in the paper's style, without pyplot: no display, no global state."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(PAPER):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stem = path.with_suffix("") if path.suffix in (".png", ".pdf", ".svg") else path
+    written = []
+    suffixes: tuple[tuple[str, Any], ...] = ((".png", {"dpi": 220}), (".pdf", {"metadata": {"CreationDate": None}}))
+    for suffix, options in suffixes:
+        written.append(stem.with_name(stem.name + suffix))
+        with rc_context(PAPER):
+            figure.savefig(written[-1], **options)
+    return written
+
+
+def _line(axes: Axes, curve: Curve, unit: float) -> None:
+    style = curve.style
+    x, y = [b / unit for b in curve.bytes], [100 * a for a in curve.accuracy]
+    axes.plot(
+        x, y, color=style.color, marker=style.marker, linestyle=style.line, label=curve.label, markersize=3.2,
+        markevery=max(1, len(x) // 12), markeredgewidth=0,
+    )  # fmt: skip
+    if curve.spread is not None:
+        low, high = ([v + sign * 100 * s for v, s in zip(y, curve.spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=style.color, alpha=0.18, linewidth=0)
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if largest >= unit:
+            return unit, name
+    return 1.0, "bytes"
+
+
+def _wants_log(curves: Sequence[Curve]) -> bool:
+    """Where one method ends before another has got anywhere, a linear axis would squeeze it to a line."""
+    ends = [curve.bytes[-1] for curve in curves]
+    return len(ends) > 1 and max(ends) > 6 * min(ends)
+
+
+def _plain_log_labels(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _arrows(axes: Axes, gains: Mapping[str, Gain], unit: float) -> None:
+    """One arrow a method, its gain in the middle; arrows that would lie on each other move apart, upwards."""
+    low, high = axes.get_ylim()
+    apart, last = 0.075 * (high - low), float("-inf")
+    log = axes.get_xscale() == "log"
+    for method, gain in sorted(gains.items(), key=lambda item: (item[1].accuracy, -item[1].gain)):
+        height = last = max(100 * gain.accuracy, last + apart)
+        start, end = gain.base.bytes / unit, gain.method.bytes / unit
+        color = STYLES[method].color if method in STYLES else "#999999"
+        axes.annotate(
+            "", xy=(end, height), xytext=(start, height),
+            arrowprops={"arrowstyle": "->", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "color": color},
+        )  # fmt: skip
+        axes.text(
+            (start * end) ** 0.5 if log else (start + end) / 2, height, f"{gain.gain:.1f}×", color=color, fontsize=7,
+            ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )  # fmt: skip
+    axes.set_ylim(low, max(high, last + apart))

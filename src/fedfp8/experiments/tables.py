@@ -1,0 +1,89 @@
+"""Tables as Markdown, CSV and HTML, and the way numbers are written in them. No torch."""
+
+import csv
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["Table", "duration_text", "gain_text", "size_text", "spread_text"]
+
+NONE = "–"
+
+
+class SpreadLike(Protocol):
+    @property
+    def mean(self) -> float: ...
+
+    @property
+    def std(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of text; `notes` go below it."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def markdown(self, heading: str = "##") -> str:
+        lines = [f"{heading} {self.title}", ""] if self.title else []
+        lines += ["| " + " | ".join(_escape(cell) for cell in self.header) + " |", "|---" * len(self.header) + "|"]
+        lines += ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in self.rows]
+        for note in self.notes:
+            lines += ["", note]
+        return "\n".join(lines) + "\n"
+
+    def csv(self) -> str:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([self.header, *self.rows])
+        return out.getvalue()
+
+    def html(self) -> str:
+        def cells(row: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+        body = "\n".join(cells(row, "td") for row in self.rows)
+        notes = "".join(f"<p class=note>{html.escape(note)}</p>\n" for note in self.notes)
+        return (
+            f"<div class=scroll><table>\n<thead>{cells(self.header, 'th')}</thead>\n<tbody>\n{body}\n</tbody></table>"
+            f"</div>\n{notes}"
+        )
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def spread_text(value: SpreadLike | None, scale: float = 1.0, digits: int = 1) -> str:
+    """``82.1 ± 0.3``; without ± for one value, a dash for none."""
+    if value is None:
+        return NONE
+    text = f"{scale * value.mean:.{digits}f}"
+    return text if value.std is None else f"{text} ± {scale * value.std:.{digits}f}"
+
+
+def gain_text(value: SpreadLike | None) -> str:
+    return NONE if value is None else f"{value.mean:.1f}×"
+
+
+def size_text(size: float) -> str:
+    """Decimal units, three digits: ``1.28 GB``."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
+    return f"{size:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3.4 h``, ``12 days``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
