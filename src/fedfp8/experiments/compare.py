@@ -11,7 +11,7 @@ from fedfp8.experiments.plots import NAMES, Curve, accuracy_against_bytes
 from fedfp8.experiments.records import Gain, Point, RunRecord, gain_between, read_run
 from fedfp8.experiments.tables import Table, gain_text, size_text, spread_text
 
-__all__ = ["Row", "compare", "comparison_table", "curves_of", "gains_of", "write_comparison"]
+__all__ = ["Comparison", "Row", "compare", "comparison_table", "curves_of", "gains_of", "write_comparison"]
 
 ORDER = list(NAMES)
 
@@ -146,8 +146,21 @@ def gains_of(curves: Sequence[Curve]) -> dict[str, Gain]:
     return {method: gain for method, gain in found.items() if gain is not None}
 
 
-def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> list[Row]:
-    """Write compare.json, compare.md, compare.csv and accuracy.png/.pdf into `folder`; returns the rows."""
+@dataclass(frozen=True)
+class Comparison:
+    """What `write_comparison` wrote."""
+
+    rows: list[Row]
+    table: Table
+
+    @property
+    def text(self) -> str:
+        """The table for a terminal."""
+        return self.table.text()
+
+
+def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparison:
+    """Write compare.json, compare.md, compare.csv and compare.png/.pdf of runs (records or run folders) of a preset."""
     records = [run if isinstance(run, RunRecord) else read_run(run) for run in runs]
     rows, curves = compare(records), curves_of(records)
     title = ", ".join(sorted({run.cell for run in records}))
@@ -156,12 +169,12 @@ def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> list[Row
     table = comparison_table(rows, title)
     (folder / "compare.md").write_text(table.markdown())
     (folder / "compare.csv").write_text(table.csv())
-    accuracy_against_bytes(curves, folder / "accuracy", gains=gains_of(curves), title=title)
-    return rows
+    accuracy_against_bytes(curves, folder / "compare", gains=gains_of(curves), title=title)
+    return Comparison(rows, table)
 
 
 def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Per method plain numbers under the names of the design, everything else beside them."""
+    """Per method plain numbers under the names of the design, with their standard deviations beside them."""
     methods = {}
     for row in rows:
         values = asdict(row) | {"finished": row.finished}
@@ -169,9 +182,7 @@ def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord]) -> dict[str, Any]:
             spread = values.pop(name)
             values[name] = spread["mean"] if spread else None
             values[f"{name}_std"] = spread["std"] if spread else None
+        chosen = [run for run in runs if run.method == row.method]
+        values |= {"preset": chosen[0].cell, "runs": [str(run.path) for run in chosen]}
         methods[values.pop("method")] = values
-    return {
-        "preset": sorted({run.cell for run in runs}),
-        "methods": methods,
-        "runs": [str(run.path) for run in runs],
-    }
+    return methods

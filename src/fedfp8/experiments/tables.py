@@ -37,6 +37,19 @@ class Table:
             lines += ["", note]
         return "\n".join(lines) + "\n"
 
+    def text(self) -> str:
+        """Aligned columns for a terminal, without title and notes; the first column to the left."""
+        widths = [max(len(row[i]) for row in [self.header, *self.rows]) for i in range(len(self.header))]
+
+        def line(row: Sequence[str]) -> str:
+            cells = [
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            return "  ".join(cells).rstrip()
+
+        return "\n".join([line(self.header), "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, self.rows)])
+
     def csv(self) -> str:
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([self.header, *self.rows])
