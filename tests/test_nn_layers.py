@@ -126,8 +126,9 @@ def test_matmul_has_a_range_per_operand_and_textbook_gradients() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_recomputing_in_backward_changes_no_bit(name: str, rounding: str) -> None:
+def test_recomputing_in_backward_changes_no_bit(name: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same composition of `fake_quantize` and the operation, with autograd holding the rounded operands."""
+    monkeypatch.setattr(operand, "KEEP", 0)
     plain, x = case(name)
     layer = prepare(plain)
     layer(x)
@@ -164,6 +165,7 @@ def test_channels_last_gives_the_same_gradients() -> None:
 @pytest.mark.parametrize("name", [n for n in LAYERS if "circular" not in n])  # that one saves its padded input
 def test_rounded_operands_are_not_held_for_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the operation saves is replaced by a recipe; both operands are rounded again in backward."""
+    monkeypatch.setattr(operand, "KEEP", 0)
     plain, x = case(name)
     layer = prepare(plain)
     layer(x)
@@ -226,7 +228,8 @@ def test_a_layer_may_be_used_twice_in_one_graph() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in layer.parameters())
 
 
-def test_changing_an_input_before_backward_is_an_error_as_in_torch() -> None:
+def test_changing_an_input_before_backward_is_an_error_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operand, "KEEP", 0)
     layer = prepare(nn.Linear(6, 6))
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     out = layer(x)

@@ -38,13 +38,9 @@ class Model:
 MODELS = {
     "digits": Model(digits, 10, (1, 8, 8), "-", "two convolutions for 8x8 grey images"),
     "lenet": Model(lenet, 10, (3, 32, 32), "800K", "two 5x5 convolutions, three linear layers"),
-    "resnet18": Model(
-        resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"
-    ),
+    "resnet18": Model(resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"),
     "matchboxnet": Model(matchboxnet, 35, (64, 128), "350K", "MatchboxNet-3x1x64, GroupNorm, 64 MFCC"),
-    "kwt1": Model(
-        kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"
-    ),
+    "kwt1": Model(kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"),
 }
 
 
@@ -60,9 +56,7 @@ def build(name: str, num_classes: int | None = None, *, seed: int | None = None,
     allowed = [o for o in inspect.signature(model.make).parameters if o != "num_classes"]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise ConfigError(
-            f"model {name!r} has no option {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}"
-        )
+        raise ConfigError(f"model {name!r} has no option {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}")
     classes = model.num_classes if num_classes is None else num_classes
     if classes < 1:
         raise ConfigError(f"num_classes is {classes}; a classifier needs at least 1")

@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.scale = width**-0.5
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.scores = MatMul()
-        self.mix = MatMul()
+        self.mix = MatMul(left_bound=1.0)  # the softmax
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -43,9 +43,7 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """(batch, in_channels, 32, 32) or larger -> (batch, num_classes)."""
 
-    def __init__(
-        self, num_classes: int = 10, stem: str = "cifar", groups: int = 2, in_channels: int = 3
-    ) -> None:
+    def __init__(self, num_classes: int = 10, stem: str = "cifar", groups: int = 2, in_channels: int = 3) -> None:
         super().__init__()
         if stem not in ("cifar", "imagenet"):
             raise ConfigError(

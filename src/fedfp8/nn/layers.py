@@ -50,6 +50,10 @@ class FP8Layer(nn.Module):
     calls: int = 0  # forward passes in training mode, so that stochastic rounding never reuses its dice
     path: str = ""  # the layer's name in the model: for messages and as part of the seed
 
+    def initial_range(self, name: str) -> float:
+        """What is known of an input range before any data; 0.0, not set, by default."""
+        return 0.0
+
     def ranges(self) -> dict[str, nn.Parameter]:
         return {name: getattr(self, name) for name in self.range_names}
 
@@ -161,7 +165,16 @@ class QuantConv2d(WeightedLayer, nn.Conv2d):
 
 
 class QuantMatMul(FP8Layer, MatMul):
+    """A product of two activations. A bound that the model states is the initial range of that operand.
+
+    For attention this matters: the weights of a fresh network are all near 1 / tokens, so a range taken from the
+    first batch would clip every weight that then grows, and an optimizer needs many steps to raise it to 1.
+    """
+
     range_names: ClassVar[tuple[str, ...]] = ("beta_left", "beta_right")
+
+    def initial_range(self, name: str) -> float:
+        return (self.left_bound if name == "beta_left" else self.right_bound) or 0.0
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         if self._off():

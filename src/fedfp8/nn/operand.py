@@ -31,6 +31,7 @@ __all__ = ["ACTIVATION_FLOOR", "WEIGHT_FLOOR", "Operand", "compute", "usable", "
 
 WEIGHT_FLOOR = 2.0**-6  # times 1/sqrt(fan-in)
 ACTIVATION_FLOOR = 2.0**-10
+KEEP = 1 << 14  # elements up to which holding a rounded operand costs less than rounding it again
 
 
 def weight_floor(weight: Tensor) -> float:
@@ -81,7 +82,9 @@ def compute(operation: Callable[..., Tensor], *operands: Operand) -> Tensor:
 
     def pack(saved: Tensor) -> "_Saved":
         operand = by_storage.get(_storage(saved))
-        return _Kept(saved) if operand is None or operand.range is None else _Recomputed(saved, operand)
+        if operand is None or operand.range is None or saved.numel() <= KEEP:
+            return _Kept(saved)
+        return _Recomputed(saved, operand)
 
     with saved_tensors_hooks(pack, lambda packed: packed.tensor()):
         return operation(*rounded)
@@ -107,7 +110,7 @@ class _Saved:
 
 
 class _Kept(_Saved):
-    """Something else that the operation saved: kept as it is."""
+    """Something small, or not a rounded operand: kept as it is."""
 
 
 class _Recomputed(_Saved):

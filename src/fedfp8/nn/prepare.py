@@ -93,7 +93,10 @@ def prepare(
         layer.__class__ = TWINS[type(layer)]
         layer.format, layer.rounding, layer.path = format, rounding, name
         for range_name in layer.range_names:
-            beta = nn.Parameter(torch.zeros((), device=device if alpha is None else alpha.device))
+            initial = torch.tensor(
+                layer.initial_range(range_name), device=alpha.device if alpha is not None else device
+            )
+            beta = nn.Parameter(initial)
             layer.register_parameter(range_name, alpha if range_name == "alpha" else beta)
     first = next((layer for _, layer in chosen if isinstance(layer, WeightedLayer)), None)
     if first is not None and input_range is not None:

@@ -1,0 +1,157 @@
+"""A training step in FP8 beside the same step in float: time and peak memory, for the paper's networks.
+
+    python benchmarks/bench_step.py [--json] [model ...]
+
+Time: both models take turns, step by step, in one process on one thread; a row gives the median float step and
+the median of the ratios of neighbouring steps, so that other load on the machine hits both sides. A step is
+zero_grad, forward, cross-entropy, backward, SGD. Both sides use the same memory format, each of the two formats
+is tried for the image models, and the one in which *float* is faster is reported.
+
+Memory: each side runs in a process of its own; what counts is the highest resident size during a step, less
+what was resident before the model was built (interpreter, torch, compiled kernels). Linux only.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedfp8.models import MODELS, build
+from fedfp8.nn import prepare
+
+# Batch 50 is the paper's; the budgets are those of the design.
+BATCH = 50
+BUDGET = {"lenet": 1.15, "resnet18": 1.3, "matchboxnet": 1.5, "kwt1": 1.5}
+MEMORY_BUDGET = 1.3
+STEPS = {"lenet": 41, "resnet18": 7, "matchboxnet": 31, "kwt1": 15}
+
+
+def make_step(name: str, fp8: bool, memory_format: torch.memory_format) -> Callable[[], None]:
+    """One training step of a model as a function; everything it needs is made here."""
+    shape = MODELS[name].input_shape
+    model: nn.Module = build(name, 10, seed=0)
+    if fp8:
+        prepare(model, input_range=4.0)
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(BATCH, *shape, generator=g), torch.randint(0, 10, (BATCH,), generator=g)
+    if len(shape) == 3:
+        model, x = model.to(memory_format=memory_format), x.contiguous(memory_format=memory_format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def time_steps(name: str, memory_format: torch.memory_format, steps: int) -> tuple[float, float]:
+    """(median float step in seconds, median ratio FP8 / float), taking turns."""
+    plain, fp8 = (make_step(name, side, memory_format) for side in (False, True))
+    for step in (plain, fp8, plain, fp8):  # warm up: kernels, allocator, oneDNN primitives
+        step()
+    floats, ratios = [], []
+    for _ in range(steps):
+        seconds = []
+        for step in (plain, fp8):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        floats.append(seconds[0])
+        ratios.append(seconds[1] / seconds[0])
+    return statistics.median(floats), statistics.median(ratios)
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def _peak(name: str, fp8: bool, result: Any) -> None:
+    torch.set_num_threads(1)
+    warm = make_step("digits", True, torch.contiguous_format)
+    warm()  # loads the compiled kernels
+    before = _status("VmRSS")
+    step = make_step(name, fp8, torch.contiguous_format)
+    step()
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")  # the highest resident size starts again from here
+    step()
+    result.put(_status("VmHWM") - before)
+
+
+def peak_memory(name: str, fp8: bool) -> int:
+    """Bytes that a step of this model needs at its highest point, in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    result = context.SimpleQueue()
+    process = context.Process(target=_peak, args=(name, fp8, result))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"measuring the memory of {name} failed with exit code {process.exitcode}")
+    return int(result.get())
+
+
+def run(names: list[str] | None = None, *, steps: int | None = None, memory: bool = True) -> list[dict[str, Any]]:
+    """One row a network; `steps` overrides how many pairs of steps are timed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_row(name, steps or STEPS[name], memory) for name in names or list(BUDGET)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _row(name: str, steps: int, memory: bool) -> dict[str, Any]:
+    formats = {"contiguous": torch.contiguous_format}
+    if len(MODELS[name].input_shape) == 3:
+        formats["channels_last"] = torch.channels_last
+    timed = {label: time_steps(name, f, steps) for label, f in formats.items()}
+    best = min(timed, key=lambda label: timed[label][0])
+    row = {
+        "model": name,
+        "batch": BATCH,
+        "format": best,
+        "float_ms": round(1e3 * timed[best][0], 2),
+        "ratio": round(timed[best][1], 3),
+        "budget": BUDGET[name],
+        "ratios": {label: round(ratio, 3) for label, (_, ratio) in timed.items()},
+    }
+    if memory and sys.platform == "linux":
+        plain, fp8 = (peak_memory(name, side) for side in (False, True))
+        row |= {
+            "float_mb": round(plain / 1e6, 1),
+            "memory_ratio": round(fp8 / plain, 3),
+            "memory_budget": MEMORY_BUDGET,
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="FP8 training step against the float step")
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(BUDGET)}; default: all")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = run(args.models or None)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{'model':12} {'format':14} {'float step':>11} {'FP8/float':>10} {'budget':>7} {'memory':>7}")
+    for r in rows:
+        memory = f"{r['memory_ratio']:7.2f}" if "memory_ratio" in r else "      -"
+        print(
+            f"{r['model']:12} {r['format']:14} {r['float_ms']:8.1f} ms {r['ratio']:10.3f} {r['budget']:7.2f} {memory}"
+        )
+
+
+if __name__ == "__main__":
+    main()
