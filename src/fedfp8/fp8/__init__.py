@@ -1,13 +1,12 @@
 """FP8 numerics: tensors in, tensors out. No modules, no bytes, no files."""
 
 from fedfp8.fp8.format import E3M4, E4M3, E5M2, Format
+from fedfp8.fp8.measure import rms, squared_error
 from fedfp8.fp8.quantize import (
     dither,
     from_codes,
     hash_uniform,
     quantize,
-    rms,
-    squared_error,
     to_codes,
     undither,
 )

@@ -8,21 +8,24 @@ import torch
 from fedfp8.fp8.grid import Grid
 from fedfp8.fp8.parallel import Keys
 
-__all__ = ["dice", "dither", "from_codes", "quantize", "squared_error", "to_codes", "undither"]
+__all__ = ["centred", "dice", "dither", "from_codes", "quantize", "squared_error", "to_codes", "undither"]
 
 
 def _wrap(x: torch.Tensor) -> torch.Tensor:
     return x & 0xFFFFFFFF
 
 
-def dice(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
-    """u of elements 0 .. n-1: the hash of `intrinsics.uniform` in 64-bit integers cut to 32 bits."""
-    h = torch.arange(n, dtype=torch.int64, device=device) ^ int(keys[0])
+def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
+    """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits."""
+    h = _wrap(torch.arange(n, dtype=torch.int64, device=device) + int(keys[0]))
     h = _wrap((h ^ (h >> 16)) * 0x7FEB352D)
-    h = _wrap((h ^ (h >> 15)) + int(keys[1]))
-    h = _wrap(h * 0x846CA68B)
-    h = h ^ (h >> 16)
-    return ((h >> 9) * 2 + 1).float() * 2.0**-24
+    h = _wrap((h ^ (h >> 15) ^ int(keys[1])) * 0x846CA68B)
+    return h.to(torch.int32)
+
+
+def dice(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
+    """u of elements 0 .. n-1 in [0, 1)."""
+    return (centred(n, keys, device) >> 9).float() * 2.0**-23 + 0.5
 
 
 def _binade(y: torch.Tensor, g: Grid) -> torch.Tensor:
@@ -39,13 +42,13 @@ def _round(x: torch.Tensor, g: Grid, keys: Keys | None) -> tuple[torch.Tensor, t
     y = _to_standard(x, g)
     b = _binade(y, g)
     if keys is not None:
-        y = y + (dice(x.numel(), keys, x.device) - 2.0**-24 - 0.5) * (b * float(g.spread))
+        y = y + centred(x.numel(), keys, x.device).float() * (b * float(g.spread))
     return y, b, b * float(g.magic)
 
 
 def quantize(x: torch.Tensor, g: Grid, keys: Keys | None) -> torch.Tensor:
     y, _, c = _round(x, g, keys)
-    return ((y + c) - c).clamp(-float(g.top), float(g.top)) * float(g.scale_out)
+    return ((y + c) - c) * float(g.scale_out)
 
 
 def to_codes(x: torch.Tensor, g: Grid, keys: Keys | None) -> torch.Tensor:
@@ -53,7 +56,7 @@ def to_codes(x: torch.Tensor, g: Grid, keys: Keys | None) -> torch.Tensor:
     count = (y + c).view(torch.int32) - c.view(torch.int32)
     magnitude = (b.view(torch.int32) >> int(g.shift)) - int(g.offset) + count.abs()
     sign_bit = 1 << int(g.sign_shift)
-    return (magnitude.clamp(max=sign_bit - 1) + (count < 0) * sign_bit).to(torch.uint8)
+    return (magnitude + (count < 0) * sign_bit).to(torch.uint8)
 
 
 def from_codes(codes: torch.Tensor, g: Grid) -> torch.Tensor:

@@ -26,11 +26,15 @@ class Grid(NamedTuple):
     top: np.float32
     lowest: np.float32  # smallest normal of the standard grid
     magic: np.float32  # times a binade: the constant that rounds there
-    spread: np.float32  # times a binade: the width of stochastic rounding's noise, a step less a hair
+    spread: np.float32  # times a binade: stochastic rounding's noise per unit of `centred`, a step less a hair in all
     per_level: np.float32  # times a binade: the step
     shift: np.uint32  # float32 mantissa bits that a code does not have
     offset: np.uint32  # first code of a binade = (float32 bits of the binade >> shift) - offset
     sign_shift: np.uint32
+    half_unit: np.float32  # a code's fields placed as in a float16 (`intrinsics.value_of`), times this, are its value
+    half_left: np.uint32
+    half_right: np.uint32
+    half_mask: np.uint32
 
 
 def alpha_value(alpha: "float | torch.Tensor", name: str | None = None) -> np.float32:
@@ -54,8 +58,8 @@ def alpha_value(alpha: "float | torch.Tensor", name: str | None = None) -> np.fl
 
 @lru_cache(maxsize=4096)
 def _grid(alpha: float, exponent_bits: int, mantissa_bits: int) -> Grid:
-    m = mantissa_bits
-    format = Format(exponent_bits, m)
+    e, m = exponent_bits, mantissa_bits
+    format = Format(e, m)
     f32, u32 = np.float32, np.uint32
     shift = 23 - m
     return Grid(
@@ -67,11 +71,15 @@ def _grid(alpha: float, exponent_bits: int, mantissa_bits: int) -> Grid:
         magic=f32(1.5 * 2.0**shift),
         # A grid value that went through float32 twice may be off by 2**(m-21) steps; keeping the noise 2**(m-20) short
         # of half a step makes stochastic rounding exact there, at a bias of at most 2**(m-20) steps elsewhere.
-        spread=f32(2.0**-m * (1 - 2.0 ** (m - 19))),
+        spread=f32(2.0 ** (-m - 32) * (1 - 2.0 ** (m - 19))),
         per_level=f32(2.0**-m),
         shift=u32(shift),
         offset=u32((127 - format.bias + 1) << m),
         sign_shift=u32(format.bits - 1),
+        half_unit=f32(f32(alpha / format.top) * 2.0 ** (15 - format.bias)),
+        half_left=u32(16 - format.bits),
+        half_right=u32(5 - e),
+        half_mask=u32(0x8000 | ((1 << (10 + e)) - 1)),
     )
 
 

@@ -2,6 +2,8 @@
 
 Everything here is scalar and branch-free, so loops over it vectorise. Only `plus` may be reassociated: Numba's fastmath
 flag would mark every addition of a kernel, and LLVM would then delete the rounding itself, (y + c) - c.
+
+Numba's cache on disk looks at the file of a kernel, not at this one: after a change here, touch the `kernels.py` files.
 """
 
 from typing import Any
@@ -10,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-I32 = ir.IntType(32)
+I1, I8, I16, I32 = (ir.IntType(width) for width in (1, 8, 16, 32))
 F32 = ir.FloatType()
 
 
@@ -55,60 +57,84 @@ def snap(typingctx: Any, y: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32), codegen
 
 
-def _one_to_two(builder: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """The hash as LLVM integer code (Numba would widen it to 64 bits): 23 random bits, as a float in [1, 2)."""
-    h = builder.xor(builder.trunc(index, I32), key0)
+def _hash(builder: Any, index: Any, key0: Any, key1: Any) -> Any:
+    """32 random bits of an element, as LLVM integer code (Numba would widen it to 64 bits)."""
+    h = builder.add(builder.trunc(index, I32), key0)
     h = builder.mul(builder.xor(h, builder.lshr(h, I32(16))), I32(0x7FEB352D))
-    h = builder.add(builder.xor(h, builder.lshr(h, I32(15))), key1)
-    h = builder.mul(h, I32(0x846CA68B))
-    h = builder.xor(h, builder.lshr(h, I32(16)))
-    return builder.bitcast(builder.or_(builder.lshr(h, I32(9)), I32(0x3F800000)), F32)
+    h = builder.xor(builder.xor(h, builder.lshr(h, I32(15))), key1)
+    return builder.mul(h, I32(0x846CA68B))
+
+
+def _one_to_two(builder: Any, h: Any) -> Any:
+    """1 + u as float32: the upper 23 bits of h, counted from its smallest value as a signed number."""
+    return builder.bitcast(builder.xor(builder.lshr(h, I32(9)), I32(0x3FC00000)), F32)
 
 
 @intrinsic
 def uniform(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """u of one element, in the open interval (0, 1)."""
+    """u of one element, a multiple of 2**-23 in [0, 1)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(_one_to_two(builder, *args), F32(1 - 2.0**-24))
+        return builder.fsub(_one_to_two(builder, _hash(builder, *args)), F32(1))
+
+    return types.float32(types.int64, types.uint32, types.uint32), codegen
+
+
+@intrinsic
+def half_minus_uniform(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
+    """1/2 - u, exact, one operation cheaper."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fsub(F32(1.5), _one_to_two(builder, _hash(builder, *args)))
 
     return types.float32(types.int64, types.uint32, types.uint32), codegen
 
 
 @intrinsic
 def centred(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """u - 1/2 - 2**-24 with the same u, one operation cheaper."""
+    """2**32 * (u - 1/2) in a single conversion, with all 32 bits of the dice; `Grid.spread` holds the 2**-32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(_one_to_two(builder, *args), F32(1.5))
+        return builder.sitofp(_hash(builder, *args), F32)
 
     return types.float32(types.int64, types.uint32, types.uint32), codegen
 
 
 @intrinsic
 def code_of(typingctx: Any, y: Any, b: Any, c: Any, shift: Any, offset: Any, sign_shift: Any) -> Any:
-    """Code of snap(y, c). The low bits of y + c count steps: |count| on top of the binade's first code."""
+    """Code of snap(y, c), which must not pass the top. The low byte of y + c counts steps from 0 (at most 2**(m+1),
+    and that of c is 0): |count| on top of the binade's first code is the code. In bytes, for four times the lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         y, b, c, shift, offset, sign_shift = args
-        count = builder.sub(builder.bitcast(builder.fadd(y, c), I32), builder.bitcast(c, I32))
-        llvm_abs = builder.module.declare_intrinsic("llvm.abs", [I32], ir.FunctionType(I32, [I32, ir.IntType(1)]))
-        absolute = builder.call(llvm_abs, [count, ir.IntType(1)(0)])
-        first = builder.sub(builder.lshr(builder.bitcast(b, I32), shift), offset)
-        magnitude = builder.add(first, absolute)
-        largest = builder.sub(builder.shl(I32(1), sign_shift), I32(1))
-        over = builder.icmp_signed(">", magnitude, largest)
-        magnitude = builder.select(over, largest, magnitude)
-        sign = builder.shl(builder.lshr(count, I32(31)), sign_shift)
-        return builder.trunc(builder.or_(magnitude, sign), ir.IntType(8))
+        count = builder.trunc(builder.bitcast(builder.fadd(y, c), I32), I8)
+        llvm_abs = builder.module.declare_intrinsic("llvm.abs", [I8], ir.FunctionType(I8, [I8, I1]))
+        first = builder.trunc(builder.lshr(builder.bitcast(b, I32), shift), I8)
+        first = builder.sub(first, builder.trunc(offset, I8))
+        magnitude = builder.add(first, builder.call(llvm_abs, [count, I1(0)]))
+        sign_bit = builder.trunc(builder.shl(I32(1), sign_shift), I8)
+        return builder.or_(magnitude, builder.and_(builder.ashr(count, I8(7)), sign_bit))
 
     u32, f32 = types.uint32, types.float32
     return types.uint8(f32, f32, f32, u32, u32, u32), codegen
 
 
 @intrinsic
-def value_of(typingctx: Any, code: Any, shift: Any, offset: Any, lowest: Any, sign_shift: Any) -> Any:
-    """The inverse of :func:`code_of`, on the standard grid."""
+def value_of(typingctx: Any, code: Any, left: Any, right: Any, mask: Any) -> Any:
+    """Value of a code with at most 4 exponent bits, in units of 2**(15 - bias): its fields are put where a float16 has
+    them, and the processor converts that, subnormals included."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code, left, right, mask = (builder.zext(args[0], I16), *(builder.trunc(arg, I16) for arg in args[1:]))
+        fields = builder.ashr(builder.shl(code, left), right)  # copies of the sign go where the exponent has no bits
+        return builder.fpext(builder.bitcast(builder.and_(fields, mask), ir.HalfType()), F32)
+
+    return types.float32(types.uint8, types.uint32, types.uint32, types.uint32), codegen
+
+
+@intrinsic
+def value_of_wide(typingctx: Any, code: Any, shift: Any, offset: Any, lowest: Any, sign_shift: Any) -> Any:
+    """Value of a code with 5 exponent bits, whose largest exponent a float16 reads as Inf: built as float32 bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code, shift, offset, lowest, sign_shift = args

@@ -7,18 +7,30 @@ is s = b / 2**m, and adding and subtracting c = 1.5 * 2**23 * s rounds y to a mu
     c = max(binade(y), smallest normal) * (1.5 * 2**(23 - m))        # subnormals share the lowest binade
     q = (y + c) - c
 
-Stochastic rounding adds s * (u - 1/2) first, with u from a hash of (seed, index). All of it is plain IEEE float32
+Stochastic rounding adds s * (u - 1/2) first, with u from a hash of (seed, index). The noise is a hair (`grid.py`) short
+of half a step, so that grid values stay what they are and the largest is never passed. All of it is plain IEEE float32
 arithmetic in a fixed order, so results are equal on every machine, for every number of threads, and to the torch
 version in `eager.py`. Only sums may be taken in another order (`plus`).
 
-The dice: ``uniform`` is a two-round multiply-xorshift bijection of the index with a 32-bit key before each round;
-u = ((h >> 9) + 1/2) / 2**23 is exact in float32 and lies strictly between 0 and 1.
+The dice: a two-round multiply-xorshift bijection of the index with a 32-bit key before each round. Read as a signed
+number h they are the noise of stochastic rounding, h / 2**32 of a step; dither has u = 1/2 + floor(h / 2**9) / 2**23.
 """
 
 import numpy as np
 from numba import njit
 
-from fedfp8.fp8.intrinsics import binade, centred, code_of, plus, poison, snap, uniform, value_of
+from fedfp8.fp8.intrinsics import (
+    binade,
+    centred,
+    code_of,
+    half_minus_uniform,
+    plus,
+    poison,
+    snap,
+    uniform,
+    value_of,
+    value_of_wide,
+)
 
 F = np.float32
 HALF = F(0.5)
@@ -45,7 +57,7 @@ def quantize_stochastic(x, out, scale_in, scale_out, top, lowest, magic, spread,
         y = min(max(x[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
         y = y + centred(i, key0, key1) * (b * spread)
-        out[i] = min(max(snap(y, b * magic), -top), top) * scale_out
+        out[i] = snap(y, b * magic) * scale_out
 
 
 @kernel
@@ -73,9 +85,15 @@ def to_codes_stochastic(x, out, scale_in, top, lowest, magic, spread, shift, off
 
 
 @kernel
-def from_codes(codes, out, scale_out, lowest, shift, offset, sign_shift):
+def from_codes(codes, out, scale, left, right, mask):
     for i in range(codes.size):
-        out[i] = value_of(codes[i], shift, offset, lowest, sign_shift) * scale_out
+        out[i] = value_of(codes[i], left, right, mask) * scale
+
+
+@kernel
+def from_codes_wide(codes, out, scale_out, lowest, shift, offset, sign_shift):
+    for i in range(codes.size):
+        out[i] = value_of_wide(codes[i], shift, offset, lowest, sign_shift) * scale_out
 
 
 @kernel
@@ -92,7 +110,7 @@ def dither(x, out, per_step, limit, key0, key1):
 @kernel
 def undither(k, out, step, key0, key1):
     for i in range(k.size):
-        out[i] = (F(k[i]) + (HALF - uniform(i, key0, key1))) * step
+        out[i] = (F(k[i]) + half_minus_uniform(i, key0, key1)) * step
 
 
 @kernel
@@ -132,7 +150,7 @@ def fake_quantize_backward_stochastic(
     x, g, gx, partial, alpha, scale_in, scale_out, top, lowest, magic, spread, key0, key1
 ):
     for chunk in range(partial.size):
-        key = np.uint32(key0 ^ np.uint32(chunk * CHUNK))
+        key = np.uint32(key0 + np.uint32(chunk * CHUNK))
         lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, x.size)
         x_, g_, gx_ = (
             x[lo:hi],
@@ -145,7 +163,7 @@ def fake_quantize_backward_stochastic(
             y = min(max(xi * scale_in, -top), top)
             b = max(binade(y), lowest)
             y = y + centred(i, key, key1) * (b * spread)
-            q = min(max(snap(y, b * magic), -top), top) * scale_out
+            q = snap(y, b * magic) * scale_out
             a = abs(xi)
             keep = HALF * F(a < alpha) + HALF * F(a <= alpha)
             gx_[i] = gi * keep
@@ -187,7 +205,7 @@ def error_expected(w, target, partial, scale_in, scale_out, top, lowest, magic, 
 @kernel
 def error_stochastic(w, target, partial, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
     for chunk in range(partial.size):
-        key = np.uint32(key0 ^ np.uint32(chunk * CHUNK))
+        key = np.uint32(key0 + np.uint32(chunk * CHUNK))
         lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
         w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks
         total = F(0)
@@ -195,7 +213,7 @@ def error_stochastic(w, target, partial, scale_in, scale_out, top, lowest, magic
             y = min(max(w_[i] * scale_in, -top), top)
             b = max(binade(y), lowest)
             y = y + centred(i, key, key1) * (b * spread)
-            d = min(max(snap(y, b * magic), -top), top) * scale_out - target_[i]
+            d = snap(y, b * magic) * scale_out - target_[i]
             total = plus(total, d * d)
         partial[chunk] = np.float64(total)
 
@@ -207,7 +225,7 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
         y = min(max(w[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
         y = y + centred(i, key0, key1) * (b * spread)
-        q = min(max(snap(y, b * magic), -top), top) * scale_out
+        q = snap(y, b * magic) * scale_out
         out[i] = w[i] - rate * (TWO * (q - target[i])) * F(abs(w[i]) <= alpha)
 
 

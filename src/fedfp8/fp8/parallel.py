@@ -1,8 +1,7 @@
 """Run a kernel over pieces of flat arrays, on as many threads as ``torch.get_num_threads()`` says.
 
-Pieces start at multiples of a power of two not smaller than their length, so that an element's index inside a piece and
-the start of the piece combine by exclusive or: the dice of a piece are those of the whole tensor with the start put
-into the key, for any number of threads.
+The dice of an element are a hash of key + index: a piece that begins at `start` gets ``key + start``, so its elements
+have the dice they have in the whole tensor, for any number of threads.
 """
 
 import os
@@ -18,6 +17,7 @@ __all__ = ["Keys", "dice_keys", "run"]
 
 Keys = tuple[np.uint32, np.uint32]
 SMALLEST_PIECE = 1 << 17  # below this a thread costs more than it saves
+ALIGNED = 1 << 15  # elements; the `chunk` of every kernel that sums divides it
 _pools: dict[int, ThreadPoolExecutor] = {}  # by process id: threads do not survive a fork
 
 
@@ -32,12 +32,11 @@ def dice_keys(seed: int) -> Keys:
 
 
 def _pieces(n: int) -> list[tuple[int, int]]:
-    threads = torch.get_num_threads()
-    if threads == 1 or n < 2 * SMALLEST_PIECE:
+    """Equal shares of n elements, a multiple of ALIGNED long, so that partial sums are the same for every number."""
+    count = min(torch.get_num_threads(), n // SMALLEST_PIECE)
+    if count <= 1:
         return [(0, n)]
-    length = max(SMALLEST_PIECE, 1 << (-(-n // threads) - 1).bit_length())
-    if threads > 2 and length > SMALLEST_PIECE:
-        length //= 2  # more pieces than threads: the last, short one does not leave a thread idle for long
+    length = -(-n // (count * ALIGNED)) * ALIGNED
     return [(start, min(start + length, n)) for start in range(0, n, length)]
 
 
@@ -51,22 +50,23 @@ def run(
 ) -> list[Any]:
     """``kernel(*arrays, [partial,] *constants, [key0, key1])`` over all pieces; returns what the calls returned.
 
-    `partial` holds one number per `chunk` elements and is cut along; `chunk` divides every piece's start.
+    `partial` holds one number per `chunk` elements and is cut along.
     """
     n = arrays[0].size
-
-    def one(piece: tuple[int, int]) -> Any:
-        start, stop = piece
-        cut = arrays if stop - start == n else tuple(a[start:stop] for a in arrays)
-        sums = () if partial is None else (partial[start // chunk : -(-stop // chunk)],)
-        dice = () if keys is None else (np.uint32(keys[0] ^ np.uint32(start)), keys[1])
-        return kernel(*cut, *sums, *constants, *dice)
-
     if n >= 2**32:
         raise ValueError(f"a tensor of {n} elements; the dice are indexed with 32 bits: split it below 2**32 elements")
     pieces = _pieces(n)
     if len(pieces) == 1:
-        return [one(pieces[0])]
+        sums = () if partial is None else (partial,)
+        return [kernel(*arrays, *sums, *constants, *(keys or ()))]
+
+    def one(piece: tuple[int, int]) -> Any:
+        start, stop = piece
+        cut = tuple(a[start:stop] for a in arrays)
+        sums = () if partial is None else (partial[start // chunk : -(-stop // chunk)],)
+        dice = () if keys is None else (np.uint32((int(keys[0]) + start) % 2**32), keys[1])
+        return kernel(*cut, *sums, *constants, *dice)
+
     pool = _pools.get(os.getpid())
     if pool is None:
         _pools.clear()

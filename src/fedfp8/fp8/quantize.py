@@ -12,8 +12,8 @@ Special cases: -0 and small negative values become +0, so the code of -0 is neve
 and NaN stays NaN in `quantize`, both are refused by `to_codes` and `dither`; empty tensors work everywhere.
 """
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
 from fedfp8.fp8.parallel import Keys, dice_keys, run
 
-__all__ = ["dither", "from_codes", "hash_uniform", "quantize", "rms", "squared_error", "to_codes", "undither"]
+__all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undither"]
 
 DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the dice
 Alpha = float | torch.Tensor
@@ -40,21 +40,17 @@ def quantize(
     name: str | None = None,
 ) -> torch.Tensor:
     """Grid values nearest to x, or stochastically rounded; same shape, strides and dtype as x."""
-    _check_float(x, name)
-    grid, keys = grid_for(alpha, format, name), _keys(rounding, seed, name)
-    flat, restore = _flat(x, ordered=keys is not None)
-    if not _has_kernel(flat):
+    check_float(x, name)
+    grid, keys = grid_for(alpha, format, name), rounding_keys(rounding, seed, name)
+    if not has_kernel(x):
+        flat, restore = _flat(x)
         return restore(eager.quantize(flat.float(), grid, keys).to(x.dtype))
     from fedfp8.fp8 import kernels
 
-    out = torch.empty_like(flat)
-    arrays = (flat.numpy(), out.numpy())
+    constants = (grid.scale_in, grid.scale_out, grid.top, grid.lowest, grid.magic)
     if keys is None:
-        run(kernels.quantize, arrays, (grid.scale_in, grid.scale_out, grid.top, grid.lowest, grid.magic))
-    else:
-        constants = (grid.scale_in, grid.scale_out, grid.top, grid.lowest, grid.magic, grid.spread)
-        run(kernels.quantize_stochastic, arrays, constants, keys)
-    return restore(out)
+        return _through(kernels.quantize, x, x.dtype, constants)[0]
+    return _through(kernels.quantize_stochastic, x, x.dtype, (*constants, grid.spread), keys)[0]
 
 
 def to_codes(
@@ -67,31 +63,27 @@ def to_codes(
     name: str | None = None,
 ) -> torch.Tensor:
     """uint8 codes of ``quantize(x, ...)``: sign | exponent | mantissa in the low `format.bits` bits; shape of x."""
-    _check_float(x, name)
-    grid, keys = grid_for(alpha, format, name), _keys(rounding, seed, name)
-    flat, restore = _flat(x, ordered=keys is not None)
-    if not _has_kernel(flat):
-        bad = not bool(torch.isfinite(flat).all())  # before float32: a float64 beyond it is clipped like any other
-        out = eager.to_codes(flat.float(), grid, keys)
+    check_float(x, name)
+    grid, keys = grid_for(alpha, format, name), rounding_keys(rounding, seed, name)
+    if has_kernel(x):
+        out, bad = _to_codes_kernel(x, grid, keys)
     else:
-        out = torch.empty(flat.shape, dtype=torch.uint8)
-        bad = any(_to_codes_kernel(flat.numpy(), out.numpy(), grid, keys))
+        flat, restore = _flat(x)
+        bad = not bool(torch.isfinite(flat).all())  # before float32: a float64 beyond it is clipped like any other
+        out = restore(eager.to_codes(flat.float(), grid, keys))
     if bad:
         raise _not_finite(x, name)
-    return restore(out)
+    return out
 
 
-def _to_codes_kernel(x: np.ndarray, out: np.ndarray, g: Grid, keys: Keys | None) -> list[int]:
+def _to_codes_kernel(x: torch.Tensor, g: Grid, keys: Keys | None) -> tuple[torch.Tensor, bool]:
     from fedfp8.fp8 import kernels
 
+    places = (g.shift, g.offset, g.sign_shift)
     if keys is None:
-        return run(
-            kernels.to_codes,
-            (x, out),
-            (g.scale_in, g.top, g.lowest, g.magic, g.shift, g.offset, g.sign_shift),
-        )
-    constants = (g.scale_in, g.top, g.lowest, g.magic, g.spread, g.shift, g.offset, g.sign_shift)
-    return run(kernels.to_codes_stochastic, (x, out), constants, keys)
+        return _through(kernels.to_codes, x, torch.uint8, (g.scale_in, g.top, g.lowest, g.magic, *places))
+    constants = (g.scale_in, g.top, g.lowest, g.magic, g.spread, *places)
+    return _through(kernels.to_codes_stochastic, x, torch.uint8, constants, keys)
 
 
 def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name: str | None = None) -> torch.Tensor:
@@ -106,36 +98,36 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
             f"{_called('codes', name)} hold {int(codes.max())}; codes of {format.name} go from 0 to "
             f"{2**format.bits - 1}: was another format used?"
         )
-    flat, restore = _flat(codes, ordered=False)
     if codes.device.type != "cpu":
+        flat, restore = _flat(codes)
         return restore(eager.from_codes(flat, grid))
     from fedfp8.fp8 import kernels
 
-    out = torch.empty(flat.shape, dtype=torch.float32)
-    constants = (grid.scale_out, grid.lowest, grid.shift, grid.offset, grid.sign_shift)
-    run(kernels.from_codes, (flat.numpy(), out.numpy()), constants)
-    return restore(out)
+    if format.exponent_bits == 5:
+        wide = (grid.scale_out, grid.lowest, grid.shift, grid.offset, grid.sign_shift)
+        return _through(kernels.from_codes_wide, codes, torch.float32, wide)[0]
+    constants = (grid.half_unit, grid.half_left, grid.half_right, grid.half_mask)
+    return _through(kernels.from_codes, codes, torch.float32, constants)[0]
 
 
 def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) -> torch.Tensor:
     """int32 k = floor(x / step + u) on the uniform grid, u the dice of (seed, flat index).
 
     ``undither(k, step, seed=seed)`` then errs by a uniform variable in (-step/2, step/2) that does not depend on x, up
-    to float32 rounding of 2**-22 * |x|. |x| / step above 2**20 is refused: the dice would be lost in float32.
+    to float32 rounding of 2**-21 * |x|. |x| / step above 2**20 is refused: the dice would be lost in float32.
     """
-    _check_float(x, name)
+    check_float(x, name)
     step = _step_value(step, name)
-    flat, restore = _flat(x, ordered=True)
     per_step, keys = np.float32(1.0 / step), dice_keys(seed)
-    if not _has_kernel(flat):
-        flat = flat.float()
-        bad = not bool((flat * float(per_step)).abs().le(DITHER_LIMIT).all())
-        out = eager.dither(flat, float(per_step), keys)
-    else:
+    if has_kernel(x):
         from fedfp8.fp8 import kernels
 
-        out = torch.empty(flat.shape, dtype=torch.int32)
-        bad = any(run(kernels.dither, (flat.numpy(), out.numpy()), (per_step, np.float32(DITHER_LIMIT)), keys))
+        out, bad = _through(kernels.dither, x, torch.int32, (per_step, np.float32(DITHER_LIMIT)), keys)
+    else:
+        flat, restore = _flat(x)
+        flat = flat.float()
+        bad = not bool((flat * float(per_step)).abs().le(DITHER_LIMIT).all())
+        out = restore(eager.dither(flat, float(per_step), keys))
     if bad:
         if not bool(torch.isfinite(x).all()):
             raise _not_finite(x, name)
@@ -143,7 +135,7 @@ def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) 
             f"{_called('tensor', name)} reaches {float(x.abs().max()):.4g} at a step of {step:.4g}; at most 2**20 "
             "steps are supported: use a larger step, or send it as float32"
         )
-    return restore(out)
+    return out
 
 
 def undither(k: torch.Tensor, step: float, *, seed: int, name: str | None = None) -> torch.Tensor:
@@ -153,76 +145,21 @@ def undither(k: torch.Tensor, step: float, *, seed: int, name: str | None = None
             f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns"
         )
     step, keys = _step_value(step, name), dice_keys(seed)
-    flat, restore = _flat(k, ordered=True)
     if k.device.type != "cpu":
+        flat, restore = _flat(k)
         return restore(eager.undither(flat, step, keys))
     from fedfp8.fp8 import kernels
 
-    out = torch.empty(flat.shape, dtype=torch.float32)
-    run(kernels.undither, (flat.numpy(), out.numpy()), (np.float32(step),), keys)
-    return restore(out)
+    return _through(kernels.undither, k, torch.float32, (np.float32(step),), keys)[0]
 
 
 def hash_uniform(seed: int, n: int) -> torch.Tensor:
-    """The dice of elements 0 .. n-1 as float32 in the open interval (0, 1)."""
+    """The dice of elements 0 .. n-1 as float32 in [0, 1)."""
     from fedfp8.fp8 import kernels
 
     out = torch.empty(n, dtype=torch.float32)
     run(kernels.dice, (out.numpy(),), (), dice_keys(seed))
     return out
-
-
-def rms(x: torch.Tensor) -> float:
-    """Root mean square of a CPU tensor, the same on every machine and for every number of threads; 0.0 if empty."""
-    from fedfp8.fp8 import kernels
-
-    flat = x.detach().float().reshape(-1).contiguous()
-    partial = np.zeros(-(-flat.numel() // kernels.CHUNK))
-    run(kernels.sum_of_squares, (flat.numpy(),), (), None, partial, kernels.CHUNK)
-    return math.sqrt(math.fsum(partial) / max(flat.numel(), 1))
-
-
-def squared_error(
-    w: torch.Tensor,
-    target: torch.Tensor,
-    alphas: "list[float] | torch.Tensor",
-    format: Format = E4M3,
-    *,
-    rounding: str = "nearest",
-    seed: int | None = None,
-) -> torch.Tensor:
-    """||Q(w; alpha) - target||**2 for each alpha, float64: one pass per alpha, no temporaries.
-
-    rounding: "nearest", "stochastic" (one draw of the dice), or "expected": the exact expectation over the dice.
-    """
-    if w.shape != target.shape:
-        raise QuantizationError(f"w has shape {tuple(w.shape)} and target {tuple(target.shape)}; they must be equal")
-    keys = None if rounding == "expected" else _keys(rounding, seed, None)
-    w, target = w.detach().reshape(-1).contiguous(), target.detach().reshape(-1).contiguous()
-    grids = [grid_for(float(alpha), format) for alpha in alphas]
-    if not (_has_kernel(w) and _has_kernel(target)):
-        return torch.tensor(
-            [eager.squared_error(w.float(), target.float(), g, rounding, keys) for g in grids],
-            dtype=torch.float64,
-        )
-    return torch.tensor(
-        [_squared_error_kernel(w.numpy(), target.numpy(), g, rounding, keys) for g in grids],
-        dtype=torch.float64,
-    )
-
-
-def _squared_error_kernel(w: np.ndarray, target: np.ndarray, g: Grid, rounding: str, keys: Keys | None) -> float:
-    from fedfp8.fp8 import kernels
-
-    constants = (g.scale_in, g.scale_out, g.top, g.lowest, g.magic)
-    name, extra = {
-        "nearest": (kernels.error_nearest, ()),
-        "expected": (kernels.error_expected, (g.per_level,)),
-        "stochastic": (kernels.error_stochastic, (g.spread,)),
-    }[rounding]
-    partial = np.zeros(-(-w.size // kernels.CHUNK))
-    run(name, (w, target), constants + extra, keys, partial, kernels.CHUNK)
-    return math.fsum(partial)
 
 
 # Checks and shapes
@@ -240,14 +177,14 @@ def _not_finite(x: torch.Tensor, name: str | None) -> QuantizationError:
     )
 
 
-def _check_float(x: torch.Tensor, name: str | None) -> None:
+def check_float(x: torch.Tensor, name: str | None) -> None:
     if not x.is_floating_point():
         raise QuantizationError(
             f"{_called('tensor', name)} has dtype {x.dtype}; a floating-point tensor is needed (float32, 16 or 64)"
         )
 
 
-def _keys(rounding: str, seed: int | None, name: str | None) -> Keys | None:
+def rounding_keys(rounding: str, seed: int | None, name: str | None) -> Keys | None:
     if rounding == "nearest":
         return None
     if rounding != "stochastic":
@@ -269,7 +206,7 @@ def _step_value(step: float, name: str | None) -> float:
     return float(np.float32(value))
 
 
-def _has_kernel(x: torch.Tensor) -> bool:
+def has_kernel(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
@@ -279,17 +216,39 @@ def memory_order(x: torch.Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda d: -strides[d])
 
 
-def _flat(x: torch.Tensor, *, ordered: bool) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """x as a flat tensor, and the way back to its shape and strides.
-
-    In memory order (no copy) if x is dense and no dice care for the order, else in logical order.
-    """
-    x = x.detach().resolve_neg()
-    if x.is_contiguous():
-        return x.view(-1), lambda out: out.view(x.shape)
-    by_stride = memory_order(x)
-    dense = x.permute(by_stride)
-    if not ordered and dense.is_contiguous():
-        inverse = [by_stride.index(d) for d in range(x.dim())]
-        return dense.view(-1), lambda out: out.view(dense.shape).permute(inverse)
+def _flat(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """x in logical order as a flat tensor, and the way back to its shape and strides."""
+    x = x.detach()
     return x.reshape(-1), lambda out: torch.empty_like(x, dtype=out.dtype).copy_(out.view(x.shape))
+
+
+def _through(
+    kernel: Callable[..., Any],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    constants: tuple[Any, ...],
+    keys: Keys | None = None,
+) -> tuple[torch.Tensor, bool]:
+    """A kernel over x, into a new tensor with x's shape and strides; and whether any call returned non-zero.
+
+    In memory order if x is dense and there are no dice, else in logical order.
+    """
+    source = x = x.detach().resolve_neg()
+    if not x.is_contiguous() and not (keys is None and _is_dense(x)):
+        source = x.contiguous()
+    out = torch.empty_like(source, dtype=dtype)
+    returned = run(kernel, (_memory(source), _memory(out)), constants, keys)
+    if source is not x:
+        out = torch.empty_like(x, dtype=dtype).copy_(out)
+    return out, any(returned)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether x fills its memory without gaps, in whatever order of dimensions (channels-last, transposed)."""
+    return x.permute(memory_order(x)).is_contiguous()
+
+
+def _memory(x: torch.Tensor) -> np.ndarray:
+    """A dense tensor's elements as a flat array in memory order, no copy."""
+    array: np.ndarray = x.numpy().reshape(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,)).numpy()
+    return array

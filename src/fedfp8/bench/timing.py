@@ -1,0 +1,97 @@
+"""Timing on a machine that does other things too: candidates take turns, and only ratios within a turn are compared.
+
+A minute of somebody else's load slows every candidate of the same turn alike, so the median over turns of
+``time(baseline) / time(candidate)`` moves far less than either time. Absolute medians are kept for orientation only.
+"""
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Timings", "interleave", "machine"]
+
+SHORTEST = 1e-3  # seconds; shorter calls are repeated inside a turn
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds per call, one number a turn for every candidate."""
+
+    seconds: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def speed(self, name: str, baseline: str) -> float:
+        """How fast `name` is in units of `baseline`: the median over turns of time(baseline) / time(name)."""
+        pairs = zip(self.seconds[name], self.seconds[baseline], strict=True)
+        return statistics.median(base / own for own, base in pairs)
+
+
+def interleave(candidates: Mapping[str, Callable[[], object]], *, turns: int = 31, warmup: int = 2) -> Timings:
+    """Call every candidate once a turn, starting one place further each turn; the first `warmup` turns are not kept."""
+    names = list(candidates)
+    repeats = {name: _repeats(candidates[name]) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(warmup + turns):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                elapsed = _time(candidates[name], repeats[name])
+                if turn >= warmup:
+                    seconds[name].append(elapsed)
+    finally:
+        if collecting:
+            gc.enable()
+    return Timings(seconds)
+
+
+def _time(call: Callable[[], object], repeats: int) -> float:
+    call()  # not timed: brings caches and the allocator from the previous candidate's state into this one's
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def _repeats(call: Callable[[], object]) -> int:
+    call()  # compiles
+    return max(1, round(SHORTEST / max(_time(call, 3), 1e-7)))
+
+
+def machine() -> dict[str, str]:
+    """What a reader needs to judge a number: processor, system, versions, date."""
+    import numba
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": str(_cores()),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "threads": str(torch.get_num_threads()),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
