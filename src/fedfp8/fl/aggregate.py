@@ -10,13 +10,17 @@ __all__ = ["WeightedMean"]
 
 
 class WeightedMean:
-    """sum_k n_k/m * state_k in float64, in the order of `add`; also the smallest and largest value of every range."""
+    """sum_k n_k/m * state_k in float64, in the order of `add`; also the smallest and largest value of every range.
+
+    A range of 0 is "not set yet" and is no part of the mean: the clients that did set it decide.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.weight = 0.0
         self.count = 0
         self._sums: dict[str, torch.Tensor] = {}
+        self._unset: dict[str, float] = {}  # weight of the clients whose range is not set yet
         self._integers: dict[str, torch.Tensor] = {}
         self.range_low: dict[str, float] = {}
         self.range_high: dict[str, float] = {}
@@ -25,12 +29,14 @@ class WeightedMean:
         for spec in self.layout:
             tensor = state[spec.name]
             if spec.kind == "integer":
-                self._integers.setdefault(
-                    spec.name, tensor.clone()
-                )  # a counter has no mean: the first client's is kept
+                # A counter has no mean: the first client's is kept.
+                self._integers.setdefault(spec.name, tensor.clone())
                 continue
             if spec.kind == "range":
                 value = float(tensor)
+                if value == 0.0:  # not set: this client saw no data through the layer, or trains without FP8
+                    self._unset[spec.name] = self._unset.get(spec.name, 0.0) + weight
+                    continue
                 self.range_low[spec.name] = min(value, self.range_low.get(spec.name, value))
                 self.range_high[spec.name] = max(value, self.range_high.get(spec.name, value))
             if spec.name not in self._sums:
@@ -46,8 +52,11 @@ class WeightedMean:
             )
         tensors = {}
         for spec in self.layout:
-            mean = (
-                self._integers[spec.name] if spec.kind == "integer" else (self._sums[spec.name] / self.weight).float()
-            )
-            tensors[spec.name] = mean
+            if spec.kind == "integer":
+                tensors[spec.name] = self._integers[spec.name]
+            elif spec.name in self._sums:
+                weight = self.weight - self._unset.get(spec.name, 0.0)
+                tensors[spec.name] = (self._sums[spec.name] / weight).float()
+            else:
+                tensors[spec.name] = torch.zeros(spec.shape)  # a range that no client has set
         return State(self.layout, tensors)

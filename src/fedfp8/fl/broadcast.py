@@ -35,20 +35,20 @@ class Broadcast:
         self._messages: dict[Link, tuple[QuantState, State]] = {}
         self._payloads: dict[tuple[Link, bytes | None], bytes] = {}
         self._digest = hashlib.blake2b(digest_size=8)
-        self._received: dict[int, bytes] = {}
-        self._returned = WeightedMean(server.state.layout)
+        self._received: dict[int, bytes | None] = {}  # by client; None until it is known to have it
+        self._weights: dict[Link, float] = {}  # of the clients that came back
         self.bytes = 0
 
     def payload(self, link: Link, client: int) -> bytes:
         """The bytes for one client."""
-        message, sent = self._message(link)
+        message, _ = self._message(link)
         wanted = self.server.received.get(client) if self.config.wire.client_cache else None
         key = (link, wanted if wanted in self.server.sent else None)
         if key not in self._payloads:
             reference = None if key[1] is None else self.store.get(key[1])
             self._payloads[key] = send(self.config, message, reference)
         payload = self._payloads[key]
-        self._received[client] = sent.fingerprint
+        self._received[client] = None
         self._digest.update(payload)
         self.bytes += len(payload)
         return payload
@@ -57,13 +57,17 @@ class Broadcast:
         """The values that clients of this link decode."""
         return self._message(link)[1]
 
-    def returned(self, link: Link, weight: float) -> None:
-        """A valid update came back from a client that started from ``sent(link)``."""
-        self._returned.add(self.sent(link), weight)
+    def returned(self, link: Link, client: int, weight: float) -> None:
+        """A valid update came back from a client: it started from ``sent(link)``, and still has that."""
+        self._received[client] = self.sent(link).fingerprint
+        self._weights[link] = self._weights.get(link, 0.0) + weight
 
     def mean_sent(self) -> State:
         """What the clients of the mean started from, weighted as they are."""
-        return self._returned.result()
+        mean = WeightedMean(self.server.state.layout)
+        for link, weight in self._weights.items():
+            mean.add(self.sent(link), weight)
+        return mean.result()
 
     @property
     def digest(self) -> str:
@@ -74,8 +78,11 @@ class Broadcast:
         if not self.config.wire.client_cache:
             return Server(self.round, state)
         sent = self.server.sent | {s.fingerprint: self.round for _, s in self._messages.values()}
-        received = self.server.received | self._received
-        kept = {f: r for f, r in sent.items() if r > self.round - self.config.wire.history and f in received.values()}
+        # A client whose update failed may not have the model, nor its older one: it gets the next without a reference.
+        received = {k: f for k, f in (self.server.received | self._received).items() if f is not None}
+        held = [f for f in sorted(sent, key=lambda f: sent[f], reverse=True) if f in received.values()]
+        kept = {f: sent[f] for f in sorted(held[: self.config.wire.history], key=lambda f: (sent[f], f))}
+        received = {k: f for k, f in received.items() if f in kept}
         return replace(self.server, round=self.round, state=state, received=received, sent=kept)
 
     def _message(self, link: Link) -> tuple[QuantState, State]:

@@ -9,6 +9,7 @@ ignored.
 
 import fcntl
 import json
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,44 +20,54 @@ import tomli_w
 from fedfp8.errors import RunError
 from fedfp8.fl.broadcast import Server
 from fedfp8.fl.config import Config, from_dict, to_dict
+from fedfp8.fl.presets import from_file
 from fedfp8.fl.store import ModelStore, read_state, write_atomic, write_state
 
 __all__ = ["RunFolder", "read_config"]
 
 
 def read_config(path: Path) -> Config:
-    """A Config from a TOML file."""
+    """A Config from a TOML file, complete or partial."""
+    return from_file(_read_toml(path))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return from_dict(tomllib.loads(path.read_text()))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise RunError(f"{path} cannot be read as a config: {error}") from None
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RunError(f"{path} cannot be read as a config: {error}; give a TOML file as in a run folder") from None
 
 
 @dataclass
 class RunFolder:
+    """One process at a time: `create` and `open` lock the folder until `close`, or the end of the process."""
+
     path: Path
 
     @classmethod
     def create(cls, path: Path, config: Config, *, overwrite: bool = False) -> "RunFolder":
         """A new run folder; an old run in it is only replaced if `overwrite`."""
-        if (path / "config.toml").exists() and not overwrite:
+        if not overwrite and any((path / name).exists() for name in ("config.toml", "history.jsonl", "checkpoint")):
             raise RunError(
                 f"{path} holds a run already; continue it with `fedfp8 resume {path}`, choose another --out, or "
                 "replace it with --overwrite"
             )
         folder = cls(path)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{path} cannot be made a run folder: {error.strerror}; choose another --out") from None
         folder.lock()
-        for stale in ("history.jsonl", "summary.json", "checkpoint/state.json"):
+        # The checkpoint first: it must never point into a history that is gone.
+        for stale in ("checkpoint/state.json", "history.jsonl", "summary.json"):
             (path / stale).unlink(missing_ok=True)
         write_atomic(path / "config.toml", tomli_w.dumps(to_dict(config)).encode())
         return folder
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        if not (path / "config.toml").exists():
-            raise RunError(f"{path} is not a run folder (no config.toml); start one with `fedfp8 run --out {path}`")
         folder = cls(path)
+        _ = folder.config  # or an error that says what is wrong with it
         folder.lock()
         return folder
 
@@ -66,11 +77,26 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise RunError(f"{self.path} is in use by another fedfp8 process; wait for it or stop it") from None
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        self._lock.close()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def config(self) -> Config:
-        return read_config(self.path / "config.toml")
+        if not (self.path / "config.toml").exists():
+            raise RunError(
+                f"{self.path} is not a run folder (no config.toml); start one with `fedfp8 run --out {self.path}`"
+            )
+        return from_dict(_read_toml(self.path / "config.toml"))
 
     @property
     def checkpoint(self) -> Path:
@@ -94,10 +120,12 @@ class RunFolder:
             if line is not None:
                 history.write(json.dumps(line).encode() + b"\n")
             history.flush()
+            os.fsync(history.fileno())
             length = history.tell()
         state = {
             "round": server.round,
             "model": model,
+            "fingerprint": server.state.fingerprint.hex(),
             "history_bytes": length,
             "received": {str(k): f.hex() for k, f in server.received.items()},
             "sent": {f.hex(): r for f, r in server.sent.items()},
@@ -110,21 +138,25 @@ class RunFolder:
 
     def load(self) -> Server | None:
         """The server as last saved, with the history cut to match; None if no round was saved yet."""
-        path = self.checkpoint / "state.json"
+        path, history = self.checkpoint / "state.json", self.path / "history.jsonl"
         if not path.exists():
+            history.unlink(missing_ok=True)  # a crash before the first checkpoint
             return None
         try:
             state = json.loads(path.read_text())
             received = {int(k): bytes.fromhex(f) for k, f in state["received"].items()}
             sent = {bytes.fromhex(f): r for f, r in state["sent"].items()}
-            round_, model, length = state["round"], state["model"], state["history_bytes"]
-        except (ValueError, KeyError, AttributeError) as error:
+            round_, length = int(state["round"]), int(state["history_bytes"])
+            model, fingerprint = self.checkpoint / str(state["model"]), state["fingerprint"]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise RunError(f"{path} is damaged: {error}; start the run anew with --overwrite") from None
-        with open(self.path / "history.jsonl", "ab") as history:
-            history.truncate(length)
-        store = self.store
-        sent = {f: r for f, r in sent.items() if store.path(f).exists()}
-        return Server(round_, read_state(self.checkpoint / model), received, sent)
+        written = read_state(model)
+        if written.fingerprint.hex() != fingerprint:
+            raise RunError(f"{model} is damaged: its values are not those saved; start the run anew with --overwrite")
+        if not history.exists() or history.stat().st_size < length:
+            raise RunError(f"{history} is shorter than when it was saved; restore it, or start anew with --overwrite")
+        os.truncate(history, length)
+        return Server(round_, written, received, sent)
 
     def history(self) -> list[dict[str, Any]]:
         path = self.path / "history.jsonl"

@@ -41,6 +41,7 @@ class Reply:
     loss: float = math.nan
     seconds: float = 0.0
     error: str = ""
+    resent: int = 0  # bytes sent down once more, to a client that had lost its reference
 
 
 class References(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from fedfp8.errors import ConfigError
-from fedfp8.fl.settings import assign, choice, positive
+from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
 
 __all__ = ["METHODS", "Config", "from_dict", "to_dict", "with_method", "with_settings"]
@@ -26,6 +26,10 @@ class DataConfig:
     features: str = "kwt"  # speech only: kwt | matchboxnet
     limit: int = 0  # use only this many training examples (0: all)
     test_limit: int = 0
+
+    def __post_init__(self) -> None:
+        positive("data", self, "concentration")
+        not_negative("data", self, "limit", "test_limit")
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,18 @@ class LocalConfig:
         choice("local.optimizer", self.optimizer, "sgd", "adamw")
         choice("local.schedule", self.schedule, "constant", "cosine")
         positive("local", self, "lr", "batch_size")
+        not_negative("local", self, "weight_decay", "momentum", "epochs", "steps", "clip_norm", "prox", "range_lr")
         if (self.epochs > 0) == (self.steps > 0):
             raise ConfigError(
                 f"local.epochs is {self.epochs} and local.steps is {self.steps}; set exactly one of them above 0"
             )
+
+
+def _check_format(name: str, value: str) -> None:
+    try:
+        Format.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class QatConfig:
 
     def __post_init__(self) -> None:
         choice("qat.rounding", self.rounding, "nearest", "stochastic", "off")
-        Format.parse(self.format)
+        _check_format("qat.format", self.format)
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class LinkConfig:
     def __post_init__(self) -> None:
         choice("link rounding", self.rounding, "none", "nearest", "stochastic", "dithered")
         if self.format:
-            Format.parse(self.format)
+            _check_format("link format", self.format)
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,7 @@ class RoundConfig:
 
     def __post_init__(self) -> None:
         positive("round", self, "count", "eval_every")
+        not_negative("round", self, "min_clients")
 
 
 @dataclass(frozen=True)
@@ -199,7 +212,8 @@ class Config:
         return self.qat.rounding != "off"
 
 
-# A method is a recipe: the settings it fixes. Everything stays reachable through settings.
+# A method is a recipe: the settings it fixes, over these. Everything stays reachable through settings.
+PLAIN: dict[str, Any] = {"qat.rounding": "nearest", "server.optimize": False}
 METHODS: dict[str, dict[str, Any]] = {
     "fp32": {"qat.rounding": "off", "up.rounding": "none", "down.rounding": "none"},
     "bq": {"up.rounding": "nearest", "down.rounding": "nearest"},
@@ -216,6 +230,11 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     """`config` with ``{"section.field": value}`` applied at once; unknown names are refused with a suggestion."""
     values = to_dict(config)
     for key, value in settings.items():
+        if key in ("preset", "method"):
+            raise ConfigError(
+                f"{key}={value!r} among the settings would change the name of the run and nothing else; "
+                f"use --{key}, or preset(name, method) in Python"
+            )
         assign(values, key, value)
     return from_dict(values)
 
@@ -223,7 +242,7 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
 def with_method(config: Config, method: str) -> Config:
     if method not in METHODS:
         raise ConfigError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-    return with_settings(replace(config, method=method), METHODS[method])
+    return with_settings(replace(config, method=method), PLAIN | METHODS[method])
 
 
 def to_dict(config: Config) -> dict[str, Any]:

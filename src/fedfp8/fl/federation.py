@@ -117,13 +117,16 @@ def from_tensors(config: Config, model: nn.Module, clients: Sequence[Examples], 
     """A federation of your own: a float model, (x, y) of every client and of the test set; x ready to use."""
     if not clients:
         raise ConfigError("no clients were given; pass a list with (x, y) of each client")
-    for k, (x, y) in enumerate(clients):
+    for who, (x, y) in [*((f"client {k}", examples) for k, examples in enumerate(clients)), ("the test set", test)]:
         if len(x) != len(y):
-            raise ConfigError(f"client {k} has {len(x)} examples and {len(y)} labels; they must be equal in number")
+            raise ConfigError(f"{who} has {len(x)} examples and {len(y)} labels; they must be equal in number")
+    if not len(test[1]):
+        raise ConfigError("the test set is empty; pass test=(x, y) with at least one example")
     bounds = np.cumsum([0] + [len(y) for _, y in clients])
     parts = [np.arange(a, b) for a, b in pairwise(bounds)]
     train_x = torch.cat([x for x, _ in clients])
-    transform = Identity(max(float(train_x.abs().max()), 1e-6))
+    finite = train_x[train_x.isfinite()].abs()  # a client with NaN in its data fails alone, in training
+    transform = Identity(max(float(finite.max()), 1e-6) if finite.numel() else 1.0)
     train_y = torch.cat([y for _, y in clients])
     return Federation(model, train_x, train_y, parts, *test, transform, client_formats(config, len(parts)))
 
@@ -148,12 +151,24 @@ def client_formats(config: Config, count: int) -> list[str]:
                 raise ConfigError(f"clients.formats names client {client!r}; clients are 0 to {count - 1}")
             formats[int(client)] = _format_name(format)
         return formats
-    shares = [(_format_name(name), float(share or 1)) for name, _, share in (item.partition(":") for item in items)]
+    shares = [(_format_name(name), _share(share)) for name, _, share in (item.partition(":") for item in items)]
     bounds = np.cumsum([share for _, share in shares]) / sum(share for _, share in shares)
     order = torch.randperm(count, generator=generator(config.seed, "formats")).tolist()
     for place, client in enumerate(order):
         formats[client] = shares[int(np.searchsorted(bounds, (place + 0.5) / count))][0]
     return formats
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text or 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise ConfigError(
+            f"clients.formats gives a share of {text!r}; shares are numbers above 0, as in 'E4M3:3,FP32:1'"
+        )
+    return share
 
 
 def _format_name(text: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from fedfp8.errors import RunError
 from fedfp8.fl.client import Client, Reply, Task
 from fedfp8.fl.config import Config
 from fedfp8.fl.evaluate import PIECE, evaluate_piece
@@ -30,10 +31,18 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One piece of the test set, for the model in a file."""
+    """One piece of the test set, for the model in a file; `model` is its fingerprint."""
 
     path: Path
+    model: bytes
     piece: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an evaluation has no result."""
+
+    reason: str
 
 
 Job = Task | Evaluation
@@ -44,32 +53,31 @@ class Executor:
 
     def __init__(self, config: Config, federation: Federation, folder: Path) -> None:
         self.client = Client(config, federation, ModelStore(folder))
-        self.loaded: tuple[Path, float] | None = None
-        self.config = config
+        self.network = federation.network(config)
+        self.loaded = b""  # fingerprint of the model in `network`
 
     def __call__(self, job: Job) -> Any:
-        if isinstance(job, Task):
-            try:
-                return self.client.train(job)
-            except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
-                return Reply(job.client, error=f"{type(error).__name__}: {error}")
-        model = self.client._network(self.config.qat.format)
-        load_state(model, read_state(job.path))
-        return evaluate_piece(model, self.client.federation, job.piece)
+        try:
+            return self.client.train(job) if isinstance(job, Task) else self.evaluate(job)
+        except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
+            reason = f"{type(error).__name__}: {error}"
+            return Reply(job.client, error=reason) if isinstance(job, Task) else Failure(reason)
+
+    def evaluate(self, job: Evaluation) -> tuple[int, float, int]:
+        if self.loaded != job.model:
+            load_state(self.network, read_state(job.path))
+            self.loaded = job.model
+        return evaluate_piece(self.network, self.client.federation, job.piece)
 
 
 def _worker(connection: Any, config: Config, federation: Federation, folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle: it finishes the round
     torch.set_num_threads(1)
     executor = Executor(config, federation, folder)
-    while True:
-        try:
-            job = connection.recv()
-        except (EOFError, OSError):  # the server is gone
-            return
-        if job is None:
-            return
-        connection.send(executor(job))
+    try:
+        while (job := connection.recv()) is not None:
+            connection.send(executor(job))
+    except (EOFError, OSError):  # the server is gone
+        return
 
 
 class Pool:
@@ -86,10 +94,12 @@ class Pool:
         """Replies in the order of the tasks."""
         return self._map(tasks)
 
-    def evaluate(self, path: Path) -> tuple[float, float]:
-        """(accuracy, mean loss) on the test set of the model in `path`."""
+    def evaluate(self, path: Path, model: bytes) -> tuple[float, float]:
+        """(accuracy, mean loss) on the test set of the model in `path`, whose fingerprint is `model`."""
         pieces = -(-len(self.federation.test_y) // PIECE)
-        results = list(self._map(Evaluation(path, piece) for piece in range(pieces)))
+        results = list(self._map(Evaluation(path, model, piece) for piece in range(pieces)))
+        if failures := [result for result in results if isinstance(result, Failure)]:
+            raise RunError(f"the model cannot be evaluated on the test set: {failures[0].reason}")
         correct, loss, examples = (sum(column) for column in zip(*results, strict=True))
         return correct / examples, loss / examples
 
@@ -115,7 +125,13 @@ class Pool:
         context = torch.multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_worker, args=(theirs, *self._arguments), daemon=True)
-        process.start()
+        # Ctrl-C on a terminal reaches all processes. It is the server's to handle: it finishes the round. Blocked from
+        # the start, because importing torch takes a worker seconds in which it could not ignore it yet.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         return process, ours
 
@@ -200,7 +216,7 @@ class Pool:
         if again:
             return None
         if isinstance(job, Evaluation):
-            raise RuntimeError(
+            raise RunError(
                 f"evaluation killed {ATTEMPTS} workers (exit code {process.exitcode}); is there enough memory?"
             )
         return Reply(job.client, error=f"worker died {ATTEMPTS} times (exit code {process.exitcode})")

@@ -4,9 +4,9 @@ import difflib
 from typing import Any
 
 from fedfp8.errors import ConfigError
-from fedfp8.fl.config import Config, with_method, with_settings
+from fedfp8.fl.config import Config, from_dict, to_dict, with_method, with_settings
 
-__all__ = ["PRESETS", "preset"]
+__all__ = ["PRESETS", "from_file", "preset"]
 
 # 20 clients that each see few classes, 5 of them a round
 DIGITS: dict[str, Any] = {"data.name": "digits", "model.name": "digits", "local.batch_size": 20}
@@ -55,3 +55,12 @@ def preset(name: str = "digits", method: str = "uq", **settings: Any) -> Config:
         )
     config = with_settings(Config(preset=name), PRESETS[name])
     return with_settings(with_method(config, method), {k.replace("__", "."): v for k, v in settings.items()})
+
+
+def from_file(values: dict[str, Any]) -> Config:
+    """The config of a file's nested dicts: what the file leaves out comes from the preset and method it names."""
+    complete = to_dict(preset(str(values.get("preset", "digits")), str(values.get("method", "uq"))))
+    for section, content in values.items():
+        known = complete.get(section)
+        complete[section] = known | content if isinstance(known, dict) and isinstance(content, dict) else content
+    return from_dict(complete)

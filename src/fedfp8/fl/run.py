@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.broadcast import Server
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32, Examples, Federation, build, from_tensors
 from fedfp8.fl.links import downlink, quantize_down
 from fedfp8.fl.pool import Pool
-from fedfp8.fl.simulate import Record, run_round
+from fedfp8.fl.simulate import Record, Workers, run_round
 from fedfp8.fl.store import write_atomic, write_state
 from fedfp8.fl.summary import summarize
 from fedfp8.nn import state_of
@@ -67,7 +68,7 @@ def run(
     federation = _federation(config, model, clients, test)
     with contextlib.ExitStack() as stack:
         path = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = RunFolder.create(path, config, overwrite=overwrite)
+        folder = stack.enter_context(RunFolder.create(path, config, overwrite=overwrite))
         history = execute(folder, federation, workers, on_round)
         return history if out is not None else History(history.rounds, history.summary, history.state, None)
 
@@ -82,8 +83,8 @@ def resume(
     on_round: OnRound | None = None,
 ) -> History:
     """Continue an interrupted run to the same bytes as one that was never interrupted."""
-    folder = RunFolder.open(Path(out))
-    return execute(folder, _federation(folder.config, model, clients, test), workers, on_round)
+    with RunFolder.open(Path(out)) as folder:
+        return execute(folder, _federation(folder.config, model, clients, test), workers, on_round)
 
 
 def _federation(
@@ -92,31 +93,72 @@ def _federation(
     if model is None and clients is None and test is None:
         return build(config)
     if model is None or clients is None or test is None:
-        raise ValueError(
+        raise ConfigError(
             "model, clients and test belong together: give all three, or none to use the config's data set"
         )
     return from_tensors(config, model, clients, test)
 
 
-def execute(folder: RunFolder, federation: Federation, workers: int, on_round: OnRound | None = None) -> History:
-    """Run the rounds that are still to do."""
+def execute(
+    folder: RunFolder,
+    federation: Federation,
+    workers: int,
+    on_round: OnRound | None = None,
+    *,
+    trainers: Workers | None = None,
+) -> History:
+    """Run the rounds that are still to do. Clients train in the pool that evaluates, or with `trainers` (Flower)."""
     config = folder.config
-    server = folder.load() or Server(0, state_of(federation.network(config)))
-    folder.checkpoint.mkdir(exist_ok=True)
+    initial, notes = state_of(federation.network(config)), _left_out(config, federation)
+    server = _saved(folder, initial)
+    if server is not None and server.round >= config.round.count:
+        return _finish(folder, config, server)
     with Pool(config, federation, folder.checkpoint / "sent", workers) as pool, _interruptible() as stop:
-        if server.round == 0:
-            line = _line(folder, config, pool, server, Record(0, []), 0, time.perf_counter())
+        if server is None:
+            server = Server(0, initial)
+            line = _line(folder, config, pool, server, Record(0, [], notes=notes), 0, time.perf_counter())
             _commit(folder, server, line, on_round)
+        total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
-            begin, total = time.perf_counter(), folder.history()[-1]["bytes_total"]
-            server, record = run_round(server, config, federation, pool, folder.store)
-            record.notes += pool.notes
-            pool.notes.clear()
+            begin = time.perf_counter()
+            server, record = run_round(server, config, federation, trainers or pool, folder.store)
+            for news in (pool.notes, [] if trainers is None else trainers.notes):
+                record.notes += news
+                news.clear()
             line = _line(folder, config, pool, server, record, total, begin)
+            total = line["bytes_total"]
             _commit(folder, server, line, on_round)
-    summary = summarize(folder.history(), config, server.state)
+    return _finish(folder, config, server)
+
+
+def _saved(folder: RunFolder, initial: State) -> Server | None:
+    """The server as last saved, if it is of the same model."""
+    server = folder.load()
+    if server is not None and server.state.layout != initial.layout:
+        raise RunError(
+            f"the checkpoint in {folder.path} is of another model than the one to continue with; a run on your own "
+            "data is resumed with fedfp8.fl.resume(out, model=..., clients=..., test=...)"
+        )
+    return server
+
+
+def _left_out(config: Config, federation: Federation) -> list[str]:
+    """Says once which clients never take part; raises if none can."""
+    few = len(federation.parts) - len(federation.eligible(config))
+    if few == len(federation.parts):
+        raise RunError(
+            f"none of the {few} clients has clients.min_examples={config.clients.min_examples} examples; lower it, or "
+            "use fewer clients"
+        )
+    few_of = f"{few} of {len(federation.parts)} clients"
+    return [f"{few_of} have fewer than {config.clients.min_examples} examples and never take part"] if few else []
+
+
+def _finish(folder: RunFolder, config: Config, server: Server) -> History:
+    history = folder.history()
+    summary = summarize(history, config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
-    return History(folder.history(), summary.values, server.state, folder.path)
+    return History(history, summary.values, server.state, folder.path)
 
 
 def _commit(folder: RunFolder, server: Server, line: dict[str, Any], on_round: OnRound | None) -> None:
@@ -136,7 +178,7 @@ def _line(
     line["model"] = server.state.fingerprint.hex()
     if config.wire.client_cache:
         model_bytes = sum(t.numel() * t.element_size() for t in server.state.values())
-        line["cache"] = {"client_bytes": model_bytes, "server_bytes": folder.store.size()}
+        line["cache"] = {"client_bytes": model_bytes, "server_bytes": folder.store.size(server.sent)}
     if record.round % config.round.eval_every == 0 or record.round == config.round.count:
         start = time.perf_counter()
         line |= _evaluate(folder, config, pool, server)
@@ -147,13 +189,13 @@ def _line(
 
 def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> dict[str, float]:
     write_state(folder.model_path, server.state, sync=False)
-    accuracy, loss = pool.evaluate(folder.model_path)
+    accuracy, loss = pool.evaluate(folder.model_path, server.state.fingerprint)
     result = {"accuracy": accuracy, "loss": loss}
     if config.round.eval_sent and config.down.rounding != "none":
         link = downlink(config, config.qat.format if config.prepared else FP32)
         sent = dequantize_state(quantize_down(config, server.round + 1, server.state, link))
         write_state(folder.model_path, sent, sync=False)
-        result["accuracy_sent"] = pool.evaluate(folder.model_path)[0]
+        result["accuracy_sent"] = pool.evaluate(folder.model_path, sent.fingerprint)[0]
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedfp8.errors import ConfigError
 
-__all__ = ["assign", "choice", "parse_assignment", "positive"]
+__all__ = ["assign", "choice", "not_negative", "parse_assignment", "positive"]
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -21,6 +21,13 @@ def positive(section: str, config: Any, *names: str) -> None:
         value = getattr(config, name)
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
             raise ConfigError(f"{section}.{name} is {value!r}; it must be a number above 0")
+
+
+def not_negative(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{section}.{name} is {value!r}; it must be a number of at least 0")
 
 
 def parse_assignment(text: str) -> tuple[str, str]:
@@ -54,13 +61,16 @@ def convert(key: str, value: Any, kind: type) -> Any:
                 return value.lower() in TRUE
             if isinstance(value, bool):
                 return value
-        elif kind is int and not isinstance(value, bool) and float(value) == int(float(value)):
-            return int(float(value)) if not isinstance(value, int) else value
+        elif kind is int and not isinstance(value, bool):
+            if isinstance(value, int) or (isinstance(value, str) and value.lstrip("+-").isdecimal()):
+                return int(value)  # not by way of float: a seed may have more than 53 bits
+            if float(value) == int(float(value)):
+                return int(float(value))
         elif kind is float and not isinstance(value, bool):
             return float(value)
         elif kind is str and isinstance(value, str):
             return value
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
     raise ConfigError(f"{key} is {value!r}; it must be {wanted}")

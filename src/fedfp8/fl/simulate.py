@@ -29,6 +29,8 @@ __all__ = ["Record", "Workers", "decode_update", "run_round", "sample", "server_
 class Workers(Protocol):
     """Whoever lets clients train: processes of this machine, or Flower."""
 
+    notes: list[str]  # what went wrong on the way, for the round's record
+
     def train(self, tasks: Iterator[Task]) -> Iterator[Reply]: ...
 
 
@@ -60,10 +62,10 @@ def run_round(
     mean = WeightedMean(server.state.layout)
     links = {k: downlink(config, federation.formats[k]) for k in cohort}
     tasks = (Task(record.round, k, broadcast.payload(links[k], k)) for k in cohort)  # bytes leave the server
-    for reply in workers.train(
-        tasks
-    ):  # client: decode, LocalUpdate, quantize, encode; bytes come back, in client order
+    # client: decode, LocalUpdate, quantize, encode; bytes come back, in client order
+    for reply in workers.train(tasks):
         record.bytes_up += len(reply.payload)
+        record.bytes_down += reply.resent
         digest.update(reply.payload)
         try:
             update = decode_update(reply, config, federation, broadcast)
@@ -71,10 +73,11 @@ def run_round(
             record.rejected.append({"client": reply.client, "reason": str(error)})
             continue
         mean.add(update, weight=federation.size(reply.client))
-        broadcast.returned(links[reply.client], weight=federation.size(reply.client))
+        broadcast.returned(links[reply.client], reply.client, weight=federation.size(reply.client))
         record.losses.append(reply.loss)
     trained = time.perf_counter()
-    record.bytes_down, record.digest_down, record.digest_up = broadcast.bytes, broadcast.digest, digest.hexdigest()
+    record.bytes_down += broadcast.bytes
+    record.digest_down, record.digest_up = broadcast.digest, digest.hexdigest()
     state = server_step(config, server.state, broadcast, mean, record)
     record.seconds = {"train": trained - begin, "server": time.perf_counter() - trained}
     return broadcast.next_server(state), record

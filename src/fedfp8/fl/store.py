@@ -64,7 +64,10 @@ class ModelStore:
                 return None
             if len(self._recent) >= 2:
                 self._recent.pop(next(iter(self._recent)))
-            self._recent[fingerprint] = read_state(path)
+            state = read_state(path)
+            if state.fingerprint != fingerprint:
+                raise RunError(f"{path} is damaged: its values are not those saved; restore it or start the run anew")
+            self._recent[fingerprint] = state
         return self._recent[fingerprint]
 
     def save(self, state: State) -> None:
@@ -80,5 +83,6 @@ class ModelStore:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
 
-    def size(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+    def size(self, fingerprints: Iterable[bytes]) -> int:
+        """Bytes on disk of these models."""
+        return sum(self.path(f).stat().st_size for f in fingerprints)
