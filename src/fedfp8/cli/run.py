@@ -11,6 +11,7 @@ from fedfp8.errors import ConfigError
 
 __all__ = ["register"]
 
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 Config = Any  # fedfp8.fl.Config; imported late so that `fedfp8 --help` does not wait for torch
 
 PRESET_HELP = "What to train on what: digits, or a cell of the paper's Table 1 such as lenet-cifar10-iid."
@@ -91,9 +92,13 @@ def compare(
 ) -> None:
     """Several methods on the same data: a table and an accuracy-against-bytes plot. Finished runs are not repeated."""
     names = [m.strip() for m in methods.split(",") if m.strip()]
-    numbers = [int(s) for s in seeds.split(",")]
+    numbers = [s.strip() for s in seeds.split(",") if s.strip()]
+    if not names or not numbers or not all(s.isdecimal() for s in numbers):
+        raise ConfigError(
+            f"--methods {methods!r} --seeds {seeds!r}; give lists such as --methods fp32,dq --seeds 0,1,2"
+        )
     configs = [
-        configure(None, preset, m, rounds, s, data_dir, settings, eval_every, no_lossless)
+        configure(None, preset, m, rounds, int(s), data_dir, settings, eval_every, no_lossless)
         for s in numbers
         for m in names
     ]
@@ -159,14 +164,15 @@ def train(
     with Display() as display:
         history = one_run(display, config, folder, workers, overwrite=overwrite, tensorboard=tensorboard)
         values = history.summary
-        if not values["finished"]:
-            display.say(f"\nStopped after round {values['rounds']}. Continue with: [bold]fedfp8 resume {folder}[/]")
         display.say(
             f"\n{values['preset']} / {values['method']}: accuracy [bold]{100 * values['accuracy']:.2f} %[/] after "
             f"{values['rounds']} rounds, {megabytes(values['bytes_down'])} down + {megabytes(values['bytes_up'])} up = "
             f"{megabytes(values['bytes_total'])} ({values['bits_per_weight_down']:.2f} and "
             f"{values['bits_per_weight_up']:.2f} bits a weight)\nrecords: {folder}"
         )
+    if not values["finished"]:
+        typer.echo(f"Stopped after round {values['rounds']}. Continue with: fedfp8 resume {folder}", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def one_run(
@@ -179,12 +185,13 @@ def one_run(
     tensorboard: bool = False,
 ) -> Any:
     from fedfp8 import fl
-    from fedfp8.fl.checkpoint import read_config
+    from fedfp8.fl.checkpoint import RunFolder
 
-    known = config or read_config(folder / "config.toml")
+    known = config or RunFolder(folder).config
     display.begin(known.method, known.round.count)
     workers = cores() if workers is None else workers
-    on_round = scalars(folder, display.round) if tensorboard else display.round
+    resumed_log = config is None and (folder / "tb").exists()  # a run that began with --tensorboard
+    on_round = scalars(folder, display.round) if tensorboard or resumed_log else display.round
     if config is None:
         return fl.resume(folder, workers=workers, on_round=on_round)
     return fl.run(config, out=folder, workers=workers, overwrite=overwrite, on_round=on_round)
@@ -196,9 +203,12 @@ def scalars(folder: Path, then: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
-    writer = SummaryWriter(str(folder / "tb"))
+    writer: Any = None
 
     def on_round(line: dict[str, Any]) -> None:
+        nonlocal writer
+        if writer is None:  # not before the folder is this run's
+            writer = SummaryWriter(str(folder / "tb"), purge_step=line["round"])
         for name in ("accuracy", "accuracy_sent", "loss", "train_loss", "bytes_down", "bytes_up", "bytes_total"):
             if line.get(name) is not None:
                 writer.add_scalar(name, line[name], line["round"])
@@ -211,7 +221,7 @@ def scalars(folder: Path, then: Any) -> Any:
 def compare_all(configs: list[Config], folder: Path, workers: int | None, overwrite: bool) -> None:
     """Run all configs, each in its own folder, then write the table and the plot."""
     from fedfp8.experiments.compare import write_comparison
-    from fedfp8.fl.checkpoint import read_config
+    from fedfp8.fl.checkpoint import RunFolder
 
     runs = []
     with Display() as display:
@@ -219,12 +229,12 @@ def compare_all(configs: list[Config], folder: Path, workers: int | None, overwr
             path = folder / config.preset / f"{config.method}-seed{config.seed}"
             runs.append(path)
             started = not overwrite and (path / "config.toml").exists()
-            if started and read_config(path / "config.toml") != config:
+            if started and RunFolder(path).config != config:
                 raise ConfigError(f"{path} holds a run with other settings; choose another --out or use --overwrite")
             history = one_run(display, None if started else config, path, workers, overwrite=overwrite)
             if not history.summary["finished"]:
-                display.say(f"\nStopped. The same command again continues where it was ({folder}).")
-                raise typer.Exit(130)
+                typer.echo(f"Stopped. The same command again continues where it was ({folder}).", err=True)
+                raise typer.Exit(INTERRUPTED)
     comparison = write_comparison(folder, runs)
     typer.echo(comparison.text)
     typer.echo(
