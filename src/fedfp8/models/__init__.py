@@ -68,9 +68,7 @@ def build(name: str, num_classes: int | None = None, *, seed: int | None = None,
 
 
 def table() -> list[dict[str, Any]]:
-    """One row a network at its usual number of classes: name, classes, input shape, parameters, the paper's
-    figure.
-    """
+    """One row a network at its usual number of classes, with the paper's figure beside the real count."""
     rows = []
     for name, model in MODELS.items():
         with torch.device("meta"):

@@ -21,9 +21,7 @@ WIDTH, DEPTH, HIDDEN = 64, 12, 256
 
 
 class Attention(nn.Module):
-    """One head. (batch, tokens, width), number of leading tokens to answer for -> (batch, that number,
-    width).
-    """
+    """One head, answering for the first `tokens`: (batch, all tokens, width) -> (batch, tokens, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
