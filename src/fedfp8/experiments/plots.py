@@ -34,8 +34,9 @@ COLUMN = 3.5  # inches, one column of a two-column paper
 PAPER: Any = {  # any: matplotlib lists every known key in the type
     "font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "legend.fontsize": 7, "axes.linewidth": 0.6, "lines.linewidth": 1.2, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.5,
-    "legend.frameon": False, "pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "fedfp8",
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.5, "legend.frameon": False, "pdf.fonttype": 42, "svg.fonttype": "path",
+    "svg.hashsalt": "fedfp8",
 }  # fmt: skip
 
 
