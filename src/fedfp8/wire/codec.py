@@ -100,7 +100,9 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
 
 def _modes(plan: Plan, codes: np.ndarray) -> list[int]:
     """Modes worth trying, the likeliest first."""
-    if plan.reference is None or not (plan.dithered or steps.has_ranks(plan, codes)):
+    if not steps.has_ranks(plan, codes):
+        return [] if plan.dithered else [STATIC]
+    if plan.reference is None:
         return [STATIC]
     with_and_without = [REFERENCE, REFERENCE | NO_DICE] if plan.dice and not plan.dithered else [REFERENCE]
     return [*with_and_without, STATIC]

@@ -11,8 +11,8 @@ from fedfp8.fp8.intrinsics import binade, centred, code_of, poison, snap, unifor
 
 F = np.float32
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
+SINGLE = 8  # steps below this have tokens of their own
 FLIP = 0x8000  # bit of a context: the step is coded with its sign turned
-BUCKETS = 64  # of a table's look-up: slot >> 10 -> the first token to try
 LOW = 1 << 31  # rANS states live in [2**31, 2**63) between symbols
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
@@ -84,84 +84,76 @@ def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, 
     return bad
 
 
-# Tokens: 0 is no step, then +1, -1, +2, -2 ...; large steps share tokens and send their low bits; the last one escapes
+# Tokens: 0 is no step, then +1, -1, +2, -2 ...; large steps share tokens and send their low bits; the last one escapes.
+# Both directions go over a piece twice: a pass without branches for small steps, and one that looks for the others.
 
 
 @kernel
 def tokenise(values, pred, ctx, shift, bucket, low, extra, tok, bits, state):
     """Steps as tokens; extra bits are appended to `bits`, whose write position (in bits) is state[0]."""
-    escape = U8(2 * low.size - 1)
-    for i in range(values.size):
-        d = np.int64(values[i]) - np.int64(pred[i])
-        if ctx[i] & FLIP:
-            d = -d
-        h = d >> shift
-        m = abs(h)
-        if m >= bucket.size:
-            tok[i] = escape
-            put(bits, state, np.int64(U32(values[i])), 32)
-            continue
-        k = bucket[m]
-        tok[i] = U8(2 * k - 1) if h > 0 else U8(2 * k)
-        if extra[k]:
-            put(bits, state, m - low[k], extra[k])
-        if shift:
-            put(bits, state, d & ((1 << shift) - 1), shift)
-
-
-@kernel
-def put(bits, state, value, count):
-    at = state[0]
-    for j in range(count):
-        bits[(at + j) >> 3] |= U8(((value >> j) & 1) << ((at + j) & 7))
-    state[0] = at + count
-
-
-@kernel
-def get(bits, state, count):
-    """The next bits, or -1 past the end."""
-    at = state[0]
-    if at + count > bits.size * 8:
-        return np.int64(-1)
-    value = np.int64(0)
-    for j in range(count):
-        value |= np.int64((bits[(at + j) >> 3] >> ((at + j) & 7)) & 1) << j
-    state[0] = at + count
-    return value
-
-
-@kernel
-def detokenise(tok, pred, ctx, shift, low, extra, bits, state, lowest, highest, values):
-    """The inverse; False if the data cannot be a tensor's: bits missing, or a value out of [lowest, highest]."""
-    escape = 2 * low.size - 1
+    single = I32(SINGLE)
     for i in range(tok.size):
-        t = np.int64(tok[i])
-        if t == 0 and shift == 0:
-            values[i] = pred[i]
+        d = I32(values[i] - pred[i])
+        d = I32(-d) if ctx[i] & U16(FLIP) else d
+        m = min(I32(abs(d)), single)
+        tok[i] = U8(m + m - I32(d > 0))
+    at = U64(state[0])
+    for i in range(tok.size):
+        if shift == 0 and tok[i] < U8(2 * SINGLE - 1):
             continue
-        if t >= escape:
-            v = get(bits, state, 32)
-            if v < 0:
-                return False
-            value = np.int64(I32(U32(v)))
+        step = np.int64(values[i]) - np.int64(pred[i])
+        step = -step if ctx[i] & U16(FLIP) else step
+        m = abs(step >> shift)
+        if m < bucket.size:
+            k = bucket[m]
+            tok[i] = U8(2 * k - ((step >> shift) > 0))
+            value = U64(((step & ((1 << shift) - 1)) << extra[k]) | (m - low[k]))
+            count = U64(extra[k] + shift)
         else:
-            k = (t + 1) >> 1
-            m = np.int64(low[k])
-            if extra[k]:
-                more = get(bits, state, np.int64(extra[k]))
-                if more < 0:
-                    return False
-                m += more
-            d = m if t & 1 else -m
-            if shift:
-                more = get(bits, state, shift)
-                if more < 0:
-                    return False
-                d = (d << shift) + more
-            value = np.int64(pred[i]) + (-d if ctx[i] & FLIP else d)
-        if value < lowest or value > highest:
+            tok[i] = U8(2 * low.size - 1)
+            value, count = U64(values[i]) & U64(0xFFFFFFFF), U64(32)
+        bits[at >> U64(6)] |= value << (at & U64(63))
+        bits[(at >> U64(6)) + U64(1)] |= (value >> U64(1)) >> (U64(63) - (at & U64(63)))
+        at += count
+    state[0] = np.int64(at)
+
+
+@kernel
+def detokenise(tok, pred, ctx, shift, low, extra, bits, state, largest, values):
+    """The inverse; False if the data cannot be a tensor's: bits missing, or a value beyond +-largest."""
+    bad = False
+    for i in range(tok.size):
+        t = I32(tok[i])
+        m = (t + I32(1)) >> I32(1)
+        m = m if ((t & I32(1)) != 0) != ((ctx[i] & U16(FLIP)) != 0) else I32(-m)
+        values[i] = I32(pred[i] + m)
+        bad |= (abs(values[i]) > largest) & (t < I32(2 * SINGLE - 1))
+    if bad and shift == 0:
+        return False
+    at, end = U64(state[0]), U64((bits.size - 1) * 64)
+    for i in range(tok.size):
+        if shift == 0 and tok[i] < U8(2 * SINGLE - 1):
+            continue
+        t = I32(tok[i])
+        escape = t == 2 * low.size - 1
+        k = min((t + 1) >> 1, low.size - 1)
+        count = U64(32) if escape else U64(extra[k] + shift)
+        if at + count > end:
+            return False
+        # 64 bits from `at` on; shifted in two parts since a shift by 64 is undefined
+        more = (bits[at >> U64(6)] >> (at & U64(63))) | (
+            (bits[(at >> U64(6)) + U64(1)] << U64(1)) << (U64(63) - (at & U64(63)))
+        )
+        more &= (U64(1) << count) - U64(1)
+        at += count
+        step = np.int64(low[k]) + np.int64(more & ((U64(1) << U64(extra[k])) - U64(1)))
+        step = ((step if t & 1 else -step) << shift) + np.int64(more >> U64(extra[k]))
+        value = np.int64(pred[i]) + (-step if ctx[i] & U16(FLIP) else step)
+        value = np.int64(I32(U32(more))) if escape else value
+        if abs(value) > largest:
             return False
         values[i] = I32(value)
+    state[0] = np.int64(at)
     return True
 
 
@@ -205,7 +197,7 @@ def mass(lo, hi, sigma, a, b, table, per_unit):
 
 @kernel
 def prior(lo, hi, sigma, first, places, width, table, per_unit, out):
-    """out[first[class] + place, token]: its probability, of 2**16."""
+    """out[first[class] + place, token]: its probability, of 2**16 or so."""
     for c in range(lo.shape[0]):
         side = width / places[c]
         for p in range(places[c]):
@@ -226,84 +218,171 @@ def prior_cost(cells, lo, hi, sigma, places, width, table, per_unit, log2):
 
 
 @kernel
-def rebuild(counts, prior_, gain, cum, lut):
-    """cum[c, t] = frequency of tokens below t, each at least 1; lut[c, slot >> 10] = a token not above the slot's."""
-    tokens = counts.shape[1]
-    for c in range(counts.shape[0]):
+def rebuild(counts, prior_, tokens, gain, entries, lut, lut_bits):
+    """entries[row * tokens + t] = start << 16 | frequency, which is at least 1; lut: the first token of a bucket."""
+    for c in range(counts.size // tokens):
+        base = c * tokens
         total = U64(0)
-        for t in range(tokens):
-            total += U64(counts[c, t]) * U64(gain) + U64(prior_[c, t])
-        best, largest, used = 0, U64(0), U64(0)
-        for t in range(tokens):
-            v = U64(counts[c, t]) * U64(gain) + U64(prior_[c, t])
+        for t in range(base, base + tokens):
+            total += U64(counts[t]) * U64(gain) + U64(prior_[t])
+        best, largest, left = base, U64(0), U64(65536)
+        for t in range(base, base + tokens):
+            v = U64(counts[t]) * U64(gain) + U64(prior_[t])
             f = U64(1) + v * U64(65536 - tokens) // total
-            cum[c, t + 1] = U32(f)
-            used += f
+            entries[t] = U32(f)
+            left -= f
             if v > largest:
                 best, largest = t, v
-        cum[c, best + 1] += U32(U64(65536) - used)
-        at = U32(0)
-        cum[c, 0] = at
-        for t in range(tokens):
-            at += cum[c, t + 1]
-            cum[c, t + 1] = at
-        t = 0
-        for k in range(BUCKETS):
-            while cum[c, t + 1] <= U32(k << 10):
-                t += 1
-            lut[c, k] = U8(t)
+        entries[best] += U32(left)
+        start, bucket = U32(0), U32(0)
+        for t in range(base, base + tokens):
+            f = entries[t]
+            entries[t] = U32((start << U32(16)) | f)
+            start += f
+            while bucket < U32(1 << lut_bits) and (bucket << U32(16 - lut_bits)) < start:
+                lut[(c << lut_bits) + bucket] = U8(t - base)
+                bucket += U32(1)
 
 
 # rANS: 64-bit states, 32-bit words, 16-bit frequencies; element i belongs to lane i % lanes
 
 
 @kernel
-def look_up(tok, ctx, row, cum, counts, out):
-    """start << 16 | frequency of every token, counting them."""
+def look_up(tok, ctx, row, tokens, entries, counts, count, out):
+    """The table entry of every token; counts them if asked to."""
+    tokens = U64(tokens)
     for i in range(tok.size):
-        c = row[ctx[i] & 0xFF]
-        t = tok[i]
-        counts[c, t] += U32(1)
-        s = cum[c, t]
-        out[i] = U32((s << U32(16)) | (cum[c, t + 1] - s))
+        at = U64(row[ctx[i] & U16(0xFF)]) * tokens + U64(tok[i])
+        out[i] = entries[at]
+        if count:
+            counts[at] += U32(1)
 
 
 @kernel
-def rans_encode(symbols, lanes, states, words):
-    """Last element first; words are filled from the end. Returns the index of the first word."""
-    at = words.size
-    for j in range(lanes):
-        states[j] = U64(LOW)
-    for i in range(symbols.size - 1, -1, -1):
-        x = states[i & (lanes - 1)]
-        f = U64(symbols[i] & U32(0xFFFF))
-        if x >= (f << U64(47)):
-            at -= 1
-            words[at] = U32(x & U64(0xFFFFFFFF))
-            x >>= U64(32)
-        q = x // f
-        states[i & (lanes - 1)] = (q << U64(16)) + (x - q * f) + U64(symbols[i] >> U32(16))
-    return at
+def coded(x, entry):
+    """The state after a symbol: x // f * 2**16 + x % f + start, for its frequency f."""
+    f = U64(entry & U32(0xFFFF))
+    return x + x // f * (U64(65536) - f) + U64(entry >> U32(16))
 
 
 @kernel
-def rans_decode(lanes, states, words, at, ctx, row, cum, lut, counts, tok):
-    """Tokens of the next elements, the first of which belongs to lane 0. Returns the next word, -1 if there is none."""
-    for i in range(tok.size):
-        x = states[i & (lanes - 1)]
-        c = row[ctx[i] & 0xFF]
-        slot = U32(x & U64(0xFFFF))
-        t = np.int64(lut[c, slot >> U32(10)])
-        while cum[c, t + 1] <= slot:
-            t += 1
-        s = cum[c, t]
-        x = U64(cum[c, t + 1] - s) * (x >> U64(16)) + U64(slot - s)
-        if x < U64(LOW):
-            if at >= words.size:
-                return np.int64(-1)
+def full(x, entry):
+    """1 if the state must give up a word before the symbol, else 0."""
+    return U64(x >= U64(entry & U32(0xFFFF)) << U64(47))
+
+
+@kernel
+def rans_encode(symbols, states, words):
+    """Last element first, from states of 2**31; words are filled from the end. Returns the index of the first word."""
+    at, i, lanes = U64(words.size), U64(symbols.size), U64(states.size)
+    while i and (i % U64(4) or lanes == U64(1)):
+        i -= U64(1)
+        x, e = states[i % lanes], symbols[i]
+        out = full(x, e)
+        words[at - U64(1)] = U32(x)
+        at -= out
+        states[i % lanes] = coded(x >> (out << U64(5)), e)
+    if i == U64(0):
+        return np.int64(at)
+    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    while i:
+        i -= U64(4)
+        e0, e1, e2, e3 = symbols[i], symbols[i + U64(1)], symbols[i + U64(2)], symbols[i + U64(3)]
+        o0, o1, o2, o3 = full(x0, e0), full(x1, e1), full(x2, e2), full(x3, e3)
+        # A word is written in any case and stays if `at` moves: no branch to mispredict.
+        words[at - U64(1)] = U32(x3)
+        at -= o3
+        words[at - U64(1)] = U32(x2)
+        at -= o2
+        words[at - U64(1)] = U32(x1)
+        at -= o1
+        words[at - U64(1)] = U32(x0)
+        at -= o0
+        x0, x1 = coded(x0 >> (o0 << U64(5)), e0), coded(x1 >> (o1 << U64(5)), e1)
+        x2, x3 = coded(x2 >> (o2 << U64(5)), e2), coded(x3 >> (o3 << U64(5)), e3)
+    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    return np.int64(at)
+
+
+@kernel
+def beyond(slot, entry):
+    return slot - (entry >> U32(16)) >= (entry & U32(0xFFFF))
+
+
+@kernel
+def before(x, slot, entry):
+    """The state before the symbol that `slot`, the low 16 bits of x, belongs to."""
+    return U64(entry & U32(0xFFFF)) * (x >> U64(16)) + U64(slot - (entry >> U32(16)))
+
+
+# Helpers above take scalars only: an array passed to one would be reference-counted for every element.
+
+
+@kernel
+def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, counts, count, tok):
+    """Tokens of the next elements, the first of which is in lane 0. Returns the next word, beyond the end if short.
+
+    The last four words must be padding.
+    """
+    at, i, n = U64(at), U64(0), U64(tok.size)
+    end, lanes, tokens = U64(words.size - 4), U64(states.size), U64(tokens)
+    low, bits, right = U64(LOW), U64(lut_bits), U32(16 - lut_bits)
+    x0, x1, x2, x3 = states[0], states[U64(1) % lanes], states[U64(2) % lanes], states[U64(3) % lanes]
+    while lanes == U64(4) and i + U64(4) <= n and at <= end:
+        r0, r1 = U64(row[ctx[i] & U16(0xFF)]), U64(row[ctx[i + U64(1)] & U16(0xFF)])
+        r2, r3 = U64(row[ctx[i + U64(2)] & U16(0xFF)]), U64(row[ctx[i + U64(3)] & U16(0xFF)])
+        s0, s1, s2, s3 = U32(x0 & U64(0xFFFF)), U32(x1 & U64(0xFFFF)), U32(x2 & U64(0xFFFF)), U32(x3 & U64(0xFFFF))
+        t0, t1 = r0 * tokens + lut[(r0 << bits) + (s0 >> right)], r1 * tokens + lut[(r1 << bits) + (s1 >> right)]
+        t2, t3 = r2 * tokens + lut[(r2 << bits) + (s2 >> right)], r3 * tokens + lut[(r3 << bits) + (s3 >> right)]
+        e0, e1, e2, e3 = entries[t0], entries[t1], entries[t2], entries[t3]
+        while beyond(s0, e0):
+            t0 += U64(1)
+            e0 = entries[t0]
+        while beyond(s1, e1):
+            t1 += U64(1)
+            e1 = entries[t1]
+        while beyond(s2, e2):
+            t2 += U64(1)
+            e2 = entries[t2]
+        while beyond(s3, e3):
+            t3 += U64(1)
+            e3 = entries[t3]
+        x0, x1, x2, x3 = before(x0, s0, e0), before(x1, s1, e1), before(x2, s2, e2), before(x3, s3, e3)
+        if x0 < low:
+            x0 = (x0 << U64(32)) | U64(words[at])
+            at += U64(1)
+        if x1 < low:
+            x1 = (x1 << U64(32)) | U64(words[at])
+            at += U64(1)
+        if x2 < low:
+            x2 = (x2 << U64(32)) | U64(words[at])
+            at += U64(1)
+        if x3 < low:
+            x3 = (x3 << U64(32)) | U64(words[at])
+            at += U64(1)
+        tok[i], tok[i + U64(1)] = U8(t0 - r0 * tokens), U8(t1 - r1 * tokens)
+        tok[i + U64(2)], tok[i + U64(3)] = U8(t2 - r2 * tokens), U8(t3 - r3 * tokens)
+        if count:
+            counts[t0] += U32(1)
+            counts[t1] += U32(1)
+            counts[t2] += U32(1)
+            counts[t3] += U32(1)
+        i += U64(4)
+    if lanes == U64(4):
+        states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+    while i < n and at <= end:
+        r, x = U64(row[ctx[i] & U16(0xFF)]), states[i % lanes]
+        s = U32(x & U64(0xFFFF))
+        t = r * tokens + lut[(r << bits) + (s >> right)]
+        while beyond(s, entries[t]):
+            t += U64(1)
+        x = before(x, s, entries[t])
+        if x < low:
             x = (x << U64(32)) | U64(words[at])
-            at += 1
-        states[i & (lanes - 1)] = x
-        counts[c, t] += U32(1)
-        tok[i] = U8(t)
+            at += U64(1)
+        states[i % lanes] = x
+        tok[i] = U8(t - r * tokens)
+        if count:
+            counts[t] += U32(1)
+        i += U64(1)
     return np.int64(at)

@@ -30,6 +30,7 @@ __all__ = ["decode", "encode", "has_ranks", "predicted"]
 
 GAIN = 1 << 10  # a count weighs as much as this prior mass of 2**16: the prior is worth 64 observations
 FIT = 1 << 12  # elements on which shape and scale are chosen
+LARGEST = 1 << 30  # dithered integers beyond this go raw
 FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any code, within int32
 
 
@@ -78,7 +79,9 @@ class Predictor:
 
 
 def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
-    """False if a code is that of -0, which no quantizer makes: it has no rank of its own."""
+    """False for what no quantizer makes: the code of -0, which has no rank of its own, or integers beyond LARGEST."""
+    if plan.dithered:
+        return -LARGEST <= int(codes.min()) and int(codes.max()) <= LARGEST
     return not bool((codes == 1 << plan.bits - 1).any())
 
 
@@ -91,10 +94,10 @@ def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None, dice: 
     encoder = Encoder(Tables(prior, row, GAIN), plan.size)
     extra = _Bits()
     moved = False
-    for start, stop, rebuild in pieces(plan.size):
-        tok, ctx = _tokens(predictor, codes, start, stop, shift, extra)
+    for piece in pieces(plan.size):
+        tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, shift, extra)
         moved = moved or bool(tok.any())
-        encoder.push(start, tok, ctx, rebuild)
+        encoder.push(piece, tok, ctx)
     if reference is not None and not moved and not shift:
         return b""
     bits = extra.finish()
@@ -102,23 +105,25 @@ def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None, dice: 
 
 
 class _Bits:
-    """Extra bits, low bit first; whole bytes are moved out after every piece."""
+    """Extra bits, low bit first, in 64-bit words; whole words are moved out after every piece."""
 
     def __init__(self) -> None:
         self.done: list[bytes] = []
-        self.buffer = np.zeros(0, np.uint8)
+        self.buffer = np.zeros(1, np.uint64)
         self.at = np.zeros(1, np.int64)
 
     def room(self, count: int) -> None:
-        whole = int(self.at[0]) >> 3
-        self.done.append(self.buffer[:whole].tobytes())
-        rest = self.buffer[whole : whole + 1]
-        self.buffer = np.zeros(8 * count + 8, np.uint8)
-        self.buffer[: rest.size] = rest
-        self.at[0] &= 7
+        """Make room for `count` more elements."""
+        whole = int(self.at[0]) >> 6
+        self.done.append(self.buffer[:whole].astype("<u8").tobytes())
+        rest = self.buffer[whole]
+        self.buffer = np.zeros(count + 2, np.uint64)
+        self.buffer[0] = rest
+        self.at[0] &= 63
 
     def finish(self) -> bytes:
-        return b"".join([*self.done, self.buffer[: int(self.at[0]) + 7 >> 3].tobytes()])
+        last = self.buffer.astype("<u8").tobytes()[: int(self.at[0]) + 7 >> 3]
+        return b"".join([*self.done, last])
 
 
 def _tokens(
@@ -173,19 +178,21 @@ def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: b
     if shape >= len(SHAPES) or scale not in SCALES or (shift and not plan.dithered) or shift > 26:
         raise WireFormatError(f"shape {shape}, shift {shift}, scale {scale} are not possible; the message is damaged")
     extra = reader.take(reader.varint("number of extra bytes", 8 * plan.size + 8), "extra bits")
-    bits, at = np.frombuffer(extra, np.uint8), np.zeros(1, np.int64)
+    bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
+    bits.view(np.uint8)[: len(extra)] = extra
+    bits = bits.astype(np.uint64, copy=False)
     prior, row = prior_of(grid_of(plan.spec.format if not plan.dithered else None), shape, scale)
     decoder = Decoder(Tables(prior, row, GAIN), plan.size, reader.take(reader.left, "symbols"))
     predictor = Predictor(plan, reference, dice)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
-    largest = 2**31 - 1 if plan.dithered else 2 ** (plan.bits - 1) - 1
-    lowest = -(2**31) if plan.dithered else -largest
+    largest = LARGEST if plan.dithered else 2 ** (plan.bits - 1) - 1
     tok = np.empty(predictor.pred.size, np.uint8)
-    for start, stop, rebuild in pieces(plan.size):
+    for piece in pieces(plan.size):
+        start, stop = piece.start, piece.stop
         pred, ctx = predictor(start, stop)
-        decoder.pull(ctx, tok[: stop - start], rebuild)
+        decoder.pull(piece, ctx, tok[: stop - start])
         values = codes[start:stop] if plan.dithered else predictor.values[: stop - start]
-        good = kernels.detokenise(tok[: stop - start], pred, ctx, shift, LOW, EXTRA, bits, at, lowest, largest, values)
+        good = kernels.detokenise(tok[: stop - start], pred, ctx, shift, LOW, EXTRA, bits, at, largest, values)
         if not good:
             raise WireFormatError("a step leads out of the grid, or extra bits are missing; the message is damaged")
         if not plan.dithered:

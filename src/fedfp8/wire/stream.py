@@ -6,13 +6,15 @@ as with static tables. rANS states are written first, then the words in the orde
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from fedfp8.errors import WireFormatError
 from fedfp8.wire import kernels
+from fedfp8.wire.container import AGAIN
 
-__all__ = ["PIECE", "Decoder", "Encoder", "Tables", "decode_bytes", "encode_bytes", "pieces"]
+__all__ = ["PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
 
 FIRST_BLOCK = 1024
 PIECE = 1 << 15  # elements handled at a time: their scratch stays in the cache
@@ -24,29 +26,35 @@ def lanes_for(count: int) -> int:
     return 4 if count >= 1 << 14 else 1
 
 
-def pieces(count: int) -> Iterator[tuple[int, int, bool]]:
-    """(start, stop, whether the tables are rebuilt after it)."""
+class Piece(NamedTuple):
+    start: int
+    stop: int
+    counts: bool  # whether a later table will use its counts
+    rebuild: bool  # whether the tables are rebuilt after it
+
+
+def pieces(count: int) -> Iterator[Piece]:
     start, end = 0, FIRST_BLOCK
     while start < count:
         stop = min(start + PIECE, end, count)
-        last = stop == end
-        yield start, stop, last and stop < count
-        start, end = stop, 2 * end if last else end
+        yield Piece(start, stop, end < count, stop == end < count)
+        start, end = stop, 2 * end if stop == end else end
 
 
 class Tables:
-    """Cumulative frequencies per context, from a prior and what has been seen."""
+    """Frequencies per row, from a prior and what has been seen; `row` maps the 256 contexts to rows."""
 
     def __init__(self, prior: np.ndarray, row: np.ndarray, gain: int) -> None:
-        contexts, tokens = prior.shape
-        self.prior, self.row, self.gain = prior, row, gain
-        self.counts = np.zeros((contexts, tokens), dtype=np.uint32)
-        self.cum = np.zeros((contexts, tokens + 1), dtype=np.uint32)
-        self.lut = np.zeros((contexts, kernels.BUCKETS), dtype=np.uint8)
+        rows, self.tokens = prior.shape
+        self.prior, self.row, self.gain = prior.reshape(-1), row, gain
+        self.lut_bits = 12 if rows == 1 else 8
+        self.counts = np.zeros(prior.size, dtype=np.uint32)
+        self.entries = np.zeros(prior.size, dtype=np.uint32)
+        self.lut = np.zeros(rows << self.lut_bits, dtype=np.uint8)
         self.rebuild()
 
     def rebuild(self) -> None:
-        kernels.rebuild(self.counts, self.prior, self.gain, self.cum, self.lut)
+        kernels.rebuild(self.counts, self.prior, self.tokens, self.gain, self.entries, self.lut, self.lut_bits)
 
 
 class Encoder:
@@ -56,16 +64,16 @@ class Encoder:
         self.tables, self.lanes = tables, lanes_for(count)
         self.symbols = np.empty(count, dtype=np.uint32)
 
-    def push(self, start: int, tok: np.ndarray, ctx: np.ndarray, rebuild: bool) -> None:
-        out = self.symbols[start : start + tok.size]
-        kernels.look_up(tok, ctx, self.tables.row, self.tables.cum, self.tables.counts, out)
-        if rebuild:
-            self.tables.rebuild()
+    def push(self, piece: Piece, tok: np.ndarray, ctx: np.ndarray) -> None:
+        t, out = self.tables, self.symbols[piece.start : piece.stop]
+        kernels.look_up(tok, ctx, t.row, t.tokens, t.entries, t.counts, piece.counts, out)
+        if piece.rebuild:
+            t.rebuild()
 
     def finish(self) -> bytes:
-        states = np.zeros(self.lanes, dtype=np.uint64)
-        words = np.empty(self.symbols.size // 2 + 1, dtype=np.uint32)
-        first = kernels.rans_encode(self.symbols, self.lanes, states, words)
+        states = np.full(self.lanes, kernels.LOW, dtype=np.uint64)
+        words = np.empty(self.symbols.size // 2 + 2, dtype=np.uint32)
+        first = kernels.rans_encode(self.symbols, states, words)
         return states.astype("<u8").tobytes() + words[first:].astype("<u4").tobytes()
 
 
@@ -73,29 +81,28 @@ class Decoder:
     """Symbols front to back; `finish` checks that the data ended where it had to."""
 
     def __init__(self, tables: Tables, count: int, data: memoryview) -> None:
-        self.tables, self.lanes = tables, lanes_for(count)
-        head = 8 * self.lanes
+        self.tables = tables
+        head = 8 * lanes_for(count)
         if len(data) < head or (len(data) - head) % 4:
-            raise WireFormatError(f"{len(data)} bytes cannot hold {self.lanes} states and whole words")
+            raise WireFormatError(f"{len(data)} bytes cannot hold {head} bytes of states and whole words; {AGAIN}")
         self.states = np.frombuffer(data[:head], dtype="<u8").astype(np.uint64)
-        self.words = np.frombuffer(data[head:], dtype="<u4")
+        self.words = np.concatenate([np.frombuffer(data[head:], dtype="<u4"), np.zeros(4, np.uint32)])  # with padding
         self.at = 0
         if bool((self.states < kernels.LOW).any()) or bool((self.states >> np.uint64(63)).any()):
-            raise WireFormatError("a coder state is out of range")
+            raise WireFormatError(f"a coder state is out of range; {AGAIN}")
 
-    def pull(self, ctx: np.ndarray, tok: np.ndarray, rebuild: bool) -> None:
+    def pull(self, piece: Piece, ctx: np.ndarray, tok: np.ndarray) -> None:
         t = self.tables
-        self.at = kernels.rans_decode(
-            self.lanes, self.states, self.words, self.at, ctx, t.row, t.cum, t.lut, t.counts, tok
-        )
-        if self.at < 0:
-            raise WireFormatError("the coded symbols end before the tensor does")
-        if rebuild:
+        table = t.row, t.tokens, t.entries, t.lut, t.lut_bits, t.counts
+        self.at = kernels.rans_decode(self.states, self.words, self.at, ctx, *table, piece.counts, tok)
+        if self.at > len(self.words) - 4:
+            raise WireFormatError(f"the coded symbols end before the tensor does; {AGAIN}")
+        if piece.rebuild:
             t.rebuild()
 
     def finish(self) -> None:
-        if self.at != len(self.words) or bool((self.states != kernels.LOW).any()):
-            raise WireFormatError("the coded symbols do not end where they should")
+        if self.at != len(self.words) - 4 or bool((self.states != kernels.LOW).any()):
+            raise WireFormatError(f"the coded symbols do not end where they should; {AGAIN}")
 
 
 # Mode static of FP8: the codes themselves as symbols, one context
@@ -104,8 +111,8 @@ class Decoder:
 def encode_bytes(codes: np.ndarray, bits: int) -> bytes:
     encoder = Encoder(_flat(bits), codes.size)
     ctx = np.zeros(min(codes.size, PIECE), np.uint16)
-    for start, stop, rebuild in pieces(codes.size):
-        encoder.push(start, codes[start:stop], ctx[: stop - start], rebuild)
+    for piece in pieces(codes.size):
+        encoder.push(piece, codes[piece.start : piece.stop], ctx[: piece.stop - piece.start])
     return encoder.finish()
 
 
@@ -113,8 +120,8 @@ def decode_bytes(data: memoryview, count: int, bits: int) -> np.ndarray:
     decoder = Decoder(_flat(bits), count, data)
     codes = np.empty(count, np.uint8)
     ctx = np.zeros(min(count, PIECE), np.uint16)
-    for start, stop, rebuild in pieces(count):
-        decoder.pull(ctx[: stop - start], codes[start:stop], rebuild)
+    for piece in pieces(count):
+        decoder.pull(piece, ctx[: piece.stop - piece.start], codes[piece.start : piece.stop])
     decoder.finish()
     return codes
 
