@@ -1,0 +1,20 @@
+"""fedfp8 on Flower: the whole method as a Flower app, and FP8 for any app in two lines.
+
+fp8_mod, FP8      client mod and strategy wrapper around an existing app (`mod.py`, `strategy.py`)
+FP8FedAvg         the paper's strategy with FedAvg's arguments (`fedavg.py`)
+client_app, server_app, run   what `fedfp8 run` does, on a Grid, to the same bytes (`app.py`, `launch.py`)
+"""
+
+try:
+    import flwr  # noqa: F401
+except ImportError as error:
+    raise ImportError('fedfp8.flower needs Flower, which is not installed: pip install "fedfp8[flower]"') from error
+
+from fedfp8.flower.app import client_app, server_app
+from fedfp8.flower.fedavg import FP8FedAvg
+from fedfp8.flower.launch import run
+from fedfp8.flower.localgrid import LocalGrid
+from fedfp8.flower.mod import fp8_mod
+from fedfp8.flower.strategy import FP8
+
+__all__ = ["FP8", "FP8FedAvg", "LocalGrid", "client_app", "fp8_mod", "run", "server_app"]

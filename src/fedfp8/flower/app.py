@@ -1,0 +1,187 @@
+"""The whole method as a Flower app: the same configs, seeds and bytes as `fedfp8 run`.
+
+Nothing is computed here. The ServerApp is the run folder, records and rounds of `fl.run` with a Grid in place of the
+worker pool; the ClientApp hands messages to `fl.client.Client`. Clients are logical: a message names the client it is
+for, and node p of P serves the clients k with k mod P = p.
+"""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedfp8.errors import Fedfp8Error, RunError
+from fedfp8.fl.checkpoint import RunFolder
+from fedfp8.fl.client import Client, Reply, Task
+from fedfp8.fl.config import Config, from_dict, to_dict
+from fedfp8.fl.federation import build
+from fedfp8.fl.links import downlink
+from fedfp8.fl.run import History, OnRound, execute
+from fedfp8.flower.blob import blob_of, record_of, without_reference
+from fedfp8.flower.cache import ClientCache
+from fedfp8.flower.workers import GridWorkers
+from fedfp8.nn import layout_of
+from fedfp8.state import State
+from fedfp8.wire import header
+
+__all__ = ["client_app", "config_of", "config_text", "server_app"]
+
+
+def config_text(config: Config) -> str:
+    """A config as one string, for `run_config`, which holds flat values only."""
+    return json.dumps(to_dict(config), separators=(",", ":"))
+
+
+def config_of(context: Context) -> Config:
+    """The config of a run started by `flwr run`; a node may keep its data elsewhere (node config ``data-dir``)."""
+    text = context.run_config.get("fedfp8")
+    if not isinstance(text, str):
+        raise RunError("the run config has no entry 'fedfp8'; start the app with `fedfp8 flower run`")
+    return from_dict(json.loads(text))
+
+
+# The client
+
+
+class Lost(Exception):
+    """The reference that a payload needs is not in the client's cache."""
+
+
+class Received:
+    """`fl.client.References` for one task: the model in the cache, checked by fingerprint."""
+
+    def __init__(self, state: State | None) -> None:
+        self.state = state
+
+    def get(self, fingerprint: bytes) -> State | None:
+        return self.state if self.state is not None and self.state.fingerprint == fingerprint else None
+
+    def put(self, client: int, state: State) -> None:
+        """`answer` keeps the payload instead: it is smaller."""
+
+
+def client_app(config: Config | None = None) -> ClientApp:
+    """The ClientApp of `config`; None takes the config from the run (`fedfp8 flower run --engine deploy`)."""
+    app = ClientApp()
+
+    @app.query()
+    def whoami(message: Message, context: Context) -> Message:
+        node = {key: int(context.node_config[key]) for key in ("partition-id", "num-partitions")}
+        return Message(RecordDict({"node": ConfigRecord(dict(node))}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        chosen = config or config_of(context)
+        folder = str(context.node_config.get("data-dir", "")) or chosen.data.dir
+        return answer(message, context, replace(chosen, data=replace(chosen.data, dir=folder)))
+
+    return app
+
+
+def answer(message: Message, context: Context, config: Config) -> Message:
+    """A task in, a reply out. What goes wrong on the way is told to the server in words, not as an exception."""
+    where = message.content.config_records["task"]
+    task = Task(int(where["round"]), int(where["client"]), blob_of(message.content.array_records.get("model")))
+    head: dict[str, Any] = {"client": task.client, "round": task.round}
+    content = RecordDict()
+    try:
+        reply = _train(task, ClientCache(context), config)
+        content["model"] = record_of(reply.payload)
+        head |= {"examples": reply.examples, "loss": reply.loss, "seconds": reply.seconds}
+    except Lost:
+        head["lost"] = True
+    except Exception as error:  # as in fl.pool: a client's failure is that client's, not the run's
+        head["error"] = f"{type(error).__name__}: {error}"
+    content["reply"] = ConfigRecord(head)
+    return Message(content, reply_to=message)
+
+
+def _train(task: Task, cache: ClientCache, config: Config) -> Reply:
+    client = _client(config)
+    format = client.federation.formats[task.client]
+    layout = downlink(config, format).layout(layout_of(client._network(format)))
+    references = Received(None)
+    if wanted := header(task.payload).reference_fingerprint:
+        references = Received(_cached(cache, task, layout))
+        if references.get(wanted) is None:
+            raise Lost
+    client.references = references
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as every engine: sums do not depend on the number of cores
+    try:
+        reply = client.train(task)
+    finally:
+        torch.set_num_threads(threads)
+    if config.wire.client_cache:
+        kept = without_reference(task.payload, layout, references.state)
+        cache.put(f"client-{task.client}", kept, task.round, config.wire.history)
+    return reply
+
+
+def _cached(cache: ClientCache, task: Task, layout: Any) -> State | None:
+    try:
+        return cache.get(f"client-{task.client}", layout)
+    except Fedfp8Error:  # damaged, or of another run's model: as good as lost
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _client(config: Config) -> Client:
+    """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp is a process a task)."""
+    return Client(config, build(config), Received(None))
+
+
+# The server
+
+
+def server_app(
+    config: Config | None = None,
+    out: Path | None = None,
+    *,
+    nodes: int = 0,
+    timeout: float = 3600.0,
+    on_round: OnRound | None = None,
+    results: list[History] | None = None,
+) -> ServerApp:
+    """The ServerApp of `config` with run folder `out`; whatever is None or 0 comes from the run config.
+
+    A folder that holds a run of the same config is continued, so a killed ServerApp resumes by starting it again.
+    timeout: seconds to wait for a round's replies. results: the finished History is appended to it.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        run_config = context.run_config
+        chosen = config or config_of(context)
+        folder = open_or_create(out or Path(str(run_config["out"])), chosen)
+        federation = build(chosen)
+        workers = GridWorkers(
+            grid,
+            chosen,
+            federation,
+            folder.store,
+            nodes=nodes or int(run_config["nodes"]),
+            timeout=float(run_config.get("timeout", timeout)),
+        )
+        history = execute(folder, federation, 0, on_round, trainers=workers)
+        if results is not None:
+            results.append(history)
+
+    return app
+
+
+def open_or_create(path: Path, config: Config) -> RunFolder:
+    """A new run folder, or the one that is there if it is of the same config."""
+    if not (path / "config.toml").exists():
+        return RunFolder.create(path, config)
+    folder = RunFolder.open(path)
+    if folder.config != config:
+        raise RunError(f"{path} holds a run of another config; choose another --out, or delete it")
+    return folder

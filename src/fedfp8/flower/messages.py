@@ -1,0 +1,38 @@
+"""Tasks and replies of the whole method as Flower messages: a payload in one Array, small facts in a ConfigRecord."""
+
+import math
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+
+from fedfp8.errors import Fedfp8Error
+from fedfp8.fl.client import Reply, Task
+from fedfp8.flower.blob import blob_of, record_of
+
+__all__ = ["read_reply", "train_message"]
+
+
+def train_message(task: Task, node: int) -> Message:
+    content = RecordDict(
+        {"model": record_of(task.payload), "task": ConfigRecord({"round": task.round, "client": task.client})}
+    )
+    return Message(content, node, MessageType.TRAIN, group_id=str(task.round))
+
+
+def read_reply(task: Task, message: Message) -> tuple[Reply, bool]:
+    """(the reply to `task`, whether the client lost its reference). What is malformed is that client's error."""
+    if message.has_error():
+        error = message.error
+        return Reply(task.client, error=f"Flower error {error.code}: {error.reason}"), False
+    head = message.content.config_records.get("reply", ConfigRecord())
+    if head.get("lost") is True:
+        return Reply(task.client, error="lost its reference and did not get it again"), True
+    if error_text := head.get("error"):
+        return Reply(task.client, error=str(error_text)), False
+    loss, seconds = head.get("loss"), head.get("seconds")
+    if not all(isinstance(x, float) and math.isfinite(x) for x in (loss, seconds)):
+        return Reply(task.client, error=f"reported loss {loss!r} after {seconds!r} seconds; numbers are needed"), False
+    try:
+        payload = blob_of(message.content.array_records.get("model"))
+    except Fedfp8Error as problem:
+        return Reply(task.client, error=str(problem)), False
+    return Reply(task.client, payload, int(head.get("examples", 0)), float(loss), float(seconds)), False

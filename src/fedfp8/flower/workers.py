@@ -1,0 +1,127 @@
+"""Clients behind a Flower Grid, as `fl.simulate.Workers`: tasks become messages, replies come back in client order."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedfp8.errors import RunError
+from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.config import Config
+from fedfp8.fl.federation import Federation
+from fedfp8.fl.links import downlink
+from fedfp8.fl.store import ModelStore
+from fedfp8.flower.blob import without_reference
+from fedfp8.flower.messages import read_reply, train_message
+from fedfp8.nn import layout_of
+from fedfp8.wire import header
+
+__all__ = ["GridWorkers"]
+
+POLL = 0.2  # seconds between looks for nodes that have not come yet
+
+
+class GridWorkers:
+    """`nodes` SuperNodes, of which number p (node config ``partition-id``) serves the clients k with k mod nodes = p.
+
+    timeout: seconds to wait for the replies of a round; a client that is silent for longer is left out of it.
+    wait: seconds to wait for all nodes before the first round.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        config: Config,
+        federation: Federation,
+        store: ModelStore,
+        *,
+        nodes: int,
+        timeout: float = 3600.0,
+        wait: float = 300.0,
+    ) -> None:
+        self.grid, self.config, self.federation, self.store = grid, config, federation, store
+        self.count, self.timeout, self.wait = nodes, timeout, wait
+        self.notes: list[str] = []
+        self.nodes: dict[int, int] = {}  # partition -> node
+        self._asked: set[int] = set()
+        self._layout = layout_of(federation.network(config))
+
+    def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        """Replies in the order of the tasks; a client that lost its reference is sent the model again without one."""
+        self._find_nodes()
+        todo = list(tasks)
+        answers = self._exchange(todo)
+        lost = [self._plain(task) for task in todo if answers[task.client][1]]
+        if lost:
+            self.notes.append(f"{len(lost)} clients had lost their reference and were sent the whole model")
+            for task, (reply, _) in zip(lost, self._exchange(lost).values(), strict=True):
+                answers[task.client] = replace(reply, resent=len(task.payload)), False
+        for task in todo:
+            yield answers[task.client][0]
+
+    def _exchange(self, tasks: list[Task]) -> dict[int, tuple[Reply, bool]]:
+        """Send, wait, and match what came back by message id, which the network vouches for, not by what it claims."""
+        silent = f"no reply within {self.timeout:.0f} s"
+        answers: dict[int, tuple[Reply, bool]] = {}
+        sent: list[tuple[Task, Message]] = []
+        for task in tasks:
+            node = self.nodes.get(task.client % self.count)
+            reason = silent if node is not None else f"no node serves partition {task.client % self.count}"
+            answers[task.client] = Reply(task.client, error=reason), False
+            if node is not None:
+                sent.append((task, train_message(task, node)))
+        replies = list(self.grid.send_and_receive([m for _, m in sent], timeout=self.timeout)) if sent else []
+        by_id = {message.metadata.message_id: task for task, message in sent}
+        for reply in replies:
+            if reply.metadata.reply_to_message_id in by_id:
+                task = by_id[reply.metadata.reply_to_message_id]
+                answers[task.client] = read_reply(task, reply)
+        return answers
+
+    def _plain(self, task: Task) -> Task:
+        """The task with its model coded on its own: what the server quantized, in more bytes."""
+        wanted = header(task.payload).reference_fingerprint
+        layout = downlink(self.config, self.federation.formats[task.client]).layout(self._layout)
+        reference = None if wanted is None else self.store.get(wanted)
+        return replace(task, payload=without_reference(task.payload, layout, reference))
+
+    def _find_nodes(self) -> None:
+        """Know a node for every partition before the first round; later, welcome nodes that came (again)."""
+        first, deadline = not self.nodes, time.monotonic() + self.wait
+        while True:
+            ids = set(self.grid.get_node_ids())
+            if not first or len(ids) >= self.count:
+                self._ask(ids)
+            if not first or len(self.nodes) == self.count:
+                return
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self.count)) - set(self.nodes))
+                raise RunError(
+                    f"{len(ids)} nodes are connected and {len(self.nodes)} of {self.count} partitions are served after "
+                    f"{self.wait:.0f} s (missing: {missing[:5]}); start the other SuperNodes with --node-config "
+                    f"'partition-id=P num-partitions={self.count}'"
+                )
+            time.sleep(POLL)
+
+    def _ask(self, ids: set[int]) -> None:
+        """Ask every new node once which partition it serves."""
+        self._asked &= ids
+        new = sorted(ids - self._asked)
+        if not new:
+            return
+        messages = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
+        for reply in self.grid.send_and_receive(messages, timeout=min(self.timeout, self.wait)):
+            if reply.has_error():
+                continue
+            node = reply.metadata.src_node_id
+            claim = reply.content.config_records.get("node", ConfigRecord())
+            partition, of = claim.get("partition-id"), claim.get("num-partitions")
+            self._asked.add(node)
+            if of != self.count or not isinstance(partition, int) or not 0 <= partition < self.count:
+                self.notes.append(f"node {node} serves partition {partition} of {of}, not of {self.count}: ignored")
+            elif self.nodes.get(partition, node) in ids - {node}:
+                self.notes.append(f"node {node} claims partition {partition}, which another node serves: ignored")
+            else:
+                self.nodes[partition] = node
