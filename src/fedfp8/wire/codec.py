@@ -1,16 +1,14 @@
 """One tensor's codes as the fewest bytes: the modes, and the choice between them.
 
-    raw         a fixed number of bits an element (`rawbits.py`)
-    static      entropy coded on its own: FP8 codes by their frequencies; dithered integers given the dice alone
-    reference   coded as steps from the reference, quantized to the new grid with the message's own dice (or, with the
-                flag NO_DICE, without them: better for weights that already sit on the grid)
-    same        exactly that prediction: no data at all
-
-For large tensors the choice is made on their first elements; raw is the bound in every case.
+raw         a fixed number of bits an element (`rawbits.py`)
+static      entropy coded on its own: FP8 codes by their frequencies; dithered integers given the dice alone
+reference   coded as steps from the reference, quantized to the new grid with the message's own dice (or, with the
+            flag NO_DICE, without them: better for weights that already sit on the grid)
+same        exactly that prediction: no data at all
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,7 +22,6 @@ __all__ = ["NO_DICE", "RAW", "REFERENCE", "SAME", "STATIC", "Plan", "decode", "e
 RAW, STATIC, REFERENCE, SAME = range(4)
 NO_DICE = 4
 MODES = ("raw", "static", "reference", "same")
-SAMPLE = 1 << 14  # elements on which the choice between modes is made
 
 
 @dataclass(frozen=True)
@@ -86,34 +83,26 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
             f"codes of {plan.name!r} reach {int(codes.max())}; {plan.bits}-bit codes are below {2**plan.bits}: was "
             "another format used?"
         )
-    modes = _modes(plan, codes) if lossless else []
-    if plan.size > SAMPLE and len(modes) > 1:
-        part = replace(plan, size=SAMPLE)
-        modes = [min(modes, key=lambda mode: len(_coded(part, codes[:SAMPLE], mode)[1]))]
     best = RAW, _raw(plan, codes)
-    for mode in modes:
-        coded = _coded(plan, codes, mode)
-        if len(coded[1]) < len(best[1]):
-            best = coded
+    if not lossless:
+        return best
+    if steps.has_ranks(plan, codes) and (plan.reference is not None or plan.dithered):
+        best = min(best, _steps(plan, codes), key=_size)
+    # Given a good reference, coding the codes on their own cannot win: do not spend the time.
+    if not plan.dithered and 2 * len(best[1]) > rawbits.packed_size(plan.size, plan.bits):
+        best = min(best, (STATIC, stream.encode_bytes(codes, plan.bits)), key=_size)
     return best
 
 
-def _modes(plan: Plan, codes: np.ndarray) -> list[int]:
-    """Modes worth trying, the likeliest first."""
-    if not steps.has_ranks(plan, codes):
-        return [] if plan.dithered else [STATIC]
+def _size(coded: tuple[int, bytes]) -> int:
+    return len(coded[1])
+
+
+def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
+    dice, data = steps.encode(plan, codes, plan.reference)
     if plan.reference is None:
-        return [STATIC]
-    with_and_without = [REFERENCE, REFERENCE | NO_DICE] if plan.dice and not plan.dithered else [REFERENCE]
-    return [*with_and_without, STATIC]
-
-
-def _coded(plan: Plan, codes: np.ndarray, mode: int) -> tuple[int, bytes]:
-    if mode == STATIC and not plan.dithered:
-        return STATIC, stream.encode_bytes(codes, plan.bits)
-    dice = plan.dice and not mode & NO_DICE
-    data = steps.encode(plan, codes, plan.reference if mode & 3 == REFERENCE else None, dice)
-    return (mode, data) if data else (mode & NO_DICE | SAME, data)
+        return STATIC, data
+    return (REFERENCE if data else SAME) | (0 if dice or not plan.dice else NO_DICE), data
 
 
 def _raw(plan: Plan, codes: np.ndarray) -> bytes:

@@ -19,12 +19,25 @@ import numpy as np
 from fedfp8.fp8.format import Format
 from fedfp8.wire import kernels
 
-__all__ = ["BUCKET", "ESCAPE", "EXTRA", "LOW", "PLACES", "SCALES", "SHAPES", "TOKENS", "Grid", "grid_of", "prior_of"]
+__all__ = [
+    "BUCKET",
+    "EXTRA",
+    "LOG2",
+    "LOW",
+    "PER_UNIT",
+    "PLACES",
+    "SCALES",
+    "SHAPES",
+    "TOKENS",
+    "Grid",
+    "grid_of",
+    "prior_of",
+    "sigma_of",
+]
 
 LOW = np.array([*range(8), 8, 12, *range(16, 128, 8), *range(128, 256, 16)], dtype=np.int64)  # smallest step of a token
 EXTRA = np.array([0] * 8 + [2, 2] + [3] * 14 + [4] * 8, dtype=np.int64)  # its extra bits
 TOKENS = 2 * len(LOW)  # token 2k-1 is +LOW[k], 2k is -LOW[k], the last one the escape
-ESCAPE = TOKENS - 1
 STEPS = 1 << 8  # steps of this size or more escape
 BUCKET = np.repeat(np.arange(len(LOW)), 1 << EXTRA)  # |step| -> k
 PLACES = 16  # in a cell
@@ -134,3 +147,27 @@ def _shapes() -> tuple[np.ndarray, ...]:
 
 
 SHAPES = _shapes()
+
+
+# Logarithms, to compare costs when shape and scale are chosen
+
+
+def _log2_table() -> np.ndarray:
+    """-log2(f / 2**16) in 1/256 bits for f of 16 bits, from integers alone (the top 9 bits of f)."""
+    fraction = []
+    for top in range(256, 512):
+        x, bits = top << 24, 0  # in [2**32, 2**33): its square decides the next bit of the logarithm
+        for _ in range(8):
+            x = x * x >> 32
+            bits = bits << 1 | x >> 33
+            x >>= x >> 33
+        fraction.append(bits)
+    table = np.zeros(1 << 16, np.int64)
+    for f in range(1, 1 << 16):
+        exponent = f.bit_length() - 1
+        table[f] = (16 - exponent) * 256 - fraction[((f << 16) >> exponent >> 8) - 256]
+    table[0] = table[1]
+    return table
+
+
+LOG2 = _log2_table()

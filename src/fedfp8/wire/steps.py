@@ -9,6 +9,7 @@ static of the uniform grid) the reference is 0 everywhere, and the dice alone st
 `shift`: low bits of every step that are sent as they are, for updates of hundreds of cells.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,20 @@ from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
 from fedfp8.wire import kernels
 from fedfp8.wire.container import Reader, varint
-from fedfp8.wire.model import BUCKET, EXTRA, LOW, PER_UNIT, PLACES, SCALES, SHAPES, TOKENS, grid_of, prior_of, sigma_of
+from fedfp8.wire.model import (
+    BUCKET,
+    EXTRA,
+    LOG2,
+    LOW,
+    PER_UNIT,
+    PLACES,
+    SCALES,
+    SHAPES,
+    TOKENS,
+    grid_of,
+    prior_of,
+    sigma_of,
+)
 from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
 
 if TYPE_CHECKING:
@@ -29,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["decode", "encode", "has_ranks", "predicted"]
 
 GAIN = 1 << 10  # a count weighs as much as this prior mass of 2**16: the prior is worth 64 observations
-FIT = 1 << 12  # elements on which shape and scale are chosen
+FIT = 1 << 11  # elements on which shape and scale are chosen
 LARGEST = 1 << 30  # dithered integers beyond this go raw
 FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any code, within int32
 
@@ -85,23 +99,41 @@ def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
     return not bool((codes == 1 << plan.bits - 1).any())
 
 
-def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None, dice: bool) -> bytes:
-    """The data; empty if there is a reference and every code is exactly as predicted."""
-    predictor = Predictor(plan, reference, dice)
-    shift = _shift(predictor, codes)
-    shape, scale = _fit(predictor, codes, shift)
-    prior, row = prior_of(grid_of(plan.spec.format if not plan.dithered else None), shape, scale)
-    encoder = Encoder(Tables(prior, row, GAIN), plan.size)
-    extra = _Bits()
-    moved = False
+@dataclass(frozen=True)
+class Model:
+    """What the sender says about the steps of a tensor, and what it expects its first elements to cost."""
+
+    shape: int
+    scale: int
+    shift: int
+    cost: int  # in bits / 256; not sent
+
+    def tables(self, plan: "Plan") -> Tables:
+        return Tables(*prior_of(grid_of(plan.spec.format if not plan.dithered else None), self.shape, self.scale), GAIN)
+
+
+def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
+    """(whether the prediction used the dice, the data); no data if every code is as predicted from a reference.
+
+    Weights that already sit on the grid are better predicted without the dice: whichever fits the first elements.
+    """
+    predictor = Predictor(plan, reference, plan.dice)
+    model = fit(predictor, codes)
+    if plan.dice and not plan.dithered:
+        without = Predictor(plan, reference, False)
+        other = fit(without, codes)
+        if other.cost < model.cost:
+            predictor, model = without, other
+    encoder, extra, moved = Encoder(model.tables(plan), plan.size), _Bits(), False
     for piece in pieces(plan.size):
-        tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, shift, extra)
+        tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, model.shift, extra)
         moved = moved or bool(tok.any())
         encoder.push(piece, tok, ctx)
-    if reference is not None and not moved and not shift:
-        return b""
+    if reference is not None and not moved and not model.shift:
+        return predictor.dice, b""
     bits = extra.finish()
-    return bytes([shape << 5 | shift, scale]) + varint(len(bits)) + bits + encoder.finish()
+    head = bytes([model.shape << 5 | model.shift, model.scale]) + varint(len(bits))
+    return predictor.dice, head + bits + encoder.finish()
 
 
 class _Bits:
@@ -137,38 +169,34 @@ def _tokens(
     return tok, ctx
 
 
-def _shift(predictor: Predictor, codes: np.ndarray) -> int:
-    if not predictor.plan.dithered:
-        return 0
-    n = min(codes.size, FIT)
-    pred, _ = predictor(0, n)
-    middle = int(np.median(np.abs(codes[:n].astype(np.int64) - pred)))
-    return max(middle.bit_length() - 5, 0)
-
-
-def _fit(predictor: Predictor, codes: np.ndarray, shift: int) -> tuple[int, int]:
-    """The (shape, scale) under which the first elements cost least: coarse over scales, then finer, for each shape."""
-    n = min(codes.size, FIT)
-    tok, ctx = _tokens(predictor, codes, 0, n, shift, _Bits())
+def fit(predictor: Predictor, codes: np.ndarray) -> Model:
+    """The shape and scale under which the first elements cost least: coarse over scales, then finer for each shape."""
+    plan, n = predictor.plan, min(codes.size, FIT)
+    shift = 0
+    if plan.dithered:
+        pred, _ = predictor(0, n)
+        shift = max(int(np.median(np.abs(codes[:n].astype(np.int64) - pred))).bit_length() - 5, 0)
+    extra = _Bits()
+    tok, ctx = _tokens(predictor, codes, 0, n, shift, extra)
     index, count = np.unique((ctx & 0xFF).astype(np.int64) * TOKENS + tok, return_counts=True)
     cells = np.stack([index // TOKENS, index % TOKENS, count], axis=1)
-    plan = predictor.plan
     grid = grid_of(plan.spec.format if not plan.dithered else None)
 
     def cost(shape: int, scale: int) -> int:
-        table = SHAPES[shape]
-        sigma = sigma_of(grid, scale)
-        return kernels.prior_cost(cells, grid.lo, grid.hi, sigma, PLACES, grid.width, table, PER_UNIT, _LOG2)
+        table, sigma = SHAPES[shape], sigma_of(grid, scale)
+        return kernels.prior_cost(cells, grid.lo, grid.hi, sigma, PLACES, grid.width, table, PER_UNIT, LOG2)
 
-    scale = min(SCALES[::8], key=lambda s: cost(0, s))
+    start = min(SCALES[::16], key=lambda scale: cost(0, scale))
     found = []
     for shape in range(len(SHAPES)):
-        best = cost(shape, scale), scale
+        best = cost(shape, start), start
         for move in (8, 4, 2, 1):
             near = [s for s in (best[1] - move, best[1] + move) if s in SCALES]
             best = min([best, *((cost(shape, s), s) for s in near)])
         found.append((best[0], shape, best[1]))
-    return min(found)[1:]
+        start = min(found)[2]
+    least, shape, scale = min(found)
+    return Model(shape, scale, shift, least + 256 * int(extra.at[0]))
 
 
 def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: bool) -> np.ndarray:
@@ -181,8 +209,8 @@ def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: b
     bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
     bits.view(np.uint8)[: len(extra)] = extra
     bits = bits.astype(np.uint64, copy=False)
-    prior, row = prior_of(grid_of(plan.spec.format if not plan.dithered else None), shape, scale)
-    decoder = Decoder(Tables(prior, row, GAIN), plan.size, reader.take(reader.left, "symbols"))
+    tables = Model(shape, scale, shift, 0).tables(plan)
+    decoder = Decoder(tables, plan.size, reader.take(reader.left, "symbols"))
     predictor = Predictor(plan, reference, dice)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
     largest = LARGEST if plan.dithered else 2 ** (plan.bits - 1) - 1
@@ -214,24 +242,3 @@ def predicted(plan: "Plan", reference: np.ndarray, dice: bool) -> np.ndarray:
         else:
             kernels.from_ranks(pred, plan.bits - 1, codes[start : start + pred.size])
     return codes
-
-
-def _log2_table() -> np.ndarray:
-    """-log2(f / 2**16) in 1/256 bits for f of 16 bits, from integers alone (the top 9 bits of f)."""
-    fraction = []
-    for top in range(256, 512):
-        x, bits = top << 24, 0  # in [2**32, 2**33): its square decides the next bit of the logarithm
-        for _ in range(8):
-            x = x * x >> 32
-            bits = bits << 1 | x >> 33
-            x >>= x >> 33
-        fraction.append(bits)
-    table = np.zeros(1 << 16, np.int64)
-    for f in range(1, 1 << 16):
-        exponent = f.bit_length() - 1
-        table[f] = (16 - exponent) * 256 - fraction[((f << 16) >> exponent >> 8) - 256]
-    table[0] = table[1]
-    return table
-
-
-_LOG2 = _log2_table()
