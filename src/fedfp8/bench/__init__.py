@@ -1,4 +1,4 @@
-"""Measurements behind docs/benchmarks.md, for `fedfp8 bench`: functions that return rows (name, size, ratio, budget, ok)."""
+"""Measurements behind docs/benchmarks.md, for `fedfp8 bench`: functions that return rows."""
 
 from fedfp8.bench.numerics import bench_numerics
 from fedfp8.bench.timing import interleave, machine

@@ -6,7 +6,7 @@ Every function takes a flat float32 tensor on any device. Each line is one IEEE 
 import torch
 
 from fedfp8.fp8.grid import Grid
-from fedfp8.fp8.parallel import Keys
+from fedfp8.fp8.parallel import WEYL, Keys
 
 __all__ = ["centred", "dice", "dither", "from_codes", "quantize", "squared_error", "to_codes", "undither"]
 
@@ -17,7 +17,7 @@ def _wrap(x: torch.Tensor) -> torch.Tensor:
 
 def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
     """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits."""
-    h = _wrap(torch.arange(n, dtype=torch.int64, device=device) + int(keys[0]))
+    h = _wrap(torch.arange(n, dtype=torch.int64, device=device) * WEYL + int(keys[0]))
     h = _wrap((h ^ (h >> 16)) * 0x7FEB352D)
     h = _wrap((h ^ (h >> 15) ^ int(keys[1])) * 0x846CA68B)
     return h.to(torch.int32)

@@ -12,6 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from fedfp8.fp8.parallel import WEYL
+
 I1, I8, I16, I32 = (ir.IntType(width) for width in (1, 8, 16, 32))
 F32 = ir.FloatType()
 
@@ -59,7 +61,7 @@ def snap(typingctx: Any, y: Any, c: Any) -> Any:
 
 def _hash(builder: Any, index: Any, key0: Any, key1: Any) -> Any:
     """32 random bits of an element, as LLVM integer code (Numba would widen it to 64 bits)."""
-    h = builder.add(builder.trunc(index, I32), key0)
+    h = builder.add(builder.mul(builder.trunc(index, I32), I32(WEYL)), key0)  # LLVM makes an addition of the product
     h = builder.mul(builder.xor(h, builder.lshr(h, I32(16))), I32(0x7FEB352D))
     h = builder.xor(builder.xor(h, builder.lshr(h, I32(15))), key1)
     return builder.mul(h, I32(0x846CA68B))

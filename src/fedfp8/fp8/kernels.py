@@ -12,8 +12,9 @@ of half a step, so that grid values stay what they are and the largest is never 
 arithmetic in a fixed order, so results are equal on every machine, for every number of threads, and to the torch
 version in `eager.py`. Only sums may be taken in another order (`plus`).
 
-The dice: a two-round multiply-xorshift bijection of the index with a 32-bit key before each round. Read as a signed
-number h they are the noise of stochastic rounding, h / 2**32 of a step; dither has u = 1/2 + floor(h / 2**9) / 2**23.
+The dice: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each; a bijection
+of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step; dither has
+u = 1/2 + floor(h / 2**9) / 2**23.
 """
 
 import numpy as np
@@ -41,7 +42,7 @@ kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
 # The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are dice, element
-# i of the array uses hash(i ^ key0, key1): a caller with an aligned piece of a tensor puts its start into key0.
+# i of the array uses hash(WEYL * i + key0, key1): a caller with a piece of a tensor puts its start into key0.
 
 
 @kernel
@@ -150,7 +151,6 @@ def fake_quantize_backward_stochastic(
     x, g, gx, partial, alpha, scale_in, scale_out, top, lowest, magic, spread, key0, key1
 ):
     for chunk in range(partial.size):
-        key = np.uint32(key0 + np.uint32(chunk * CHUNK))
         lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, x.size)
         x_, g_, gx_ = (
             x[lo:hi],
@@ -162,7 +162,7 @@ def fake_quantize_backward_stochastic(
             xi, gi = x_[i], g_[i]
             y = min(max(xi * scale_in, -top), top)
             b = max(binade(y), lowest)
-            y = y + centred(i, key, key1) * (b * spread)
+            y = y + centred(lo + i, key0, key1) * (b * spread)
             q = snap(y, b * magic) * scale_out
             a = abs(xi)
             keep = HALF * F(a < alpha) + HALF * F(a <= alpha)
@@ -205,14 +205,13 @@ def error_expected(w, target, partial, scale_in, scale_out, top, lowest, magic, 
 @kernel
 def error_stochastic(w, target, partial, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
     for chunk in range(partial.size):
-        key = np.uint32(key0 + np.uint32(chunk * CHUNK))
         lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
         w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks
         total = F(0)
         for i in range(w_.size):
             y = min(max(w_[i] * scale_in, -top), top)
             b = max(binade(y), lowest)
-            y = y + centred(i, key, key1) * (b * spread)
+            y = y + centred(lo + i, key0, key1) * (b * spread)
             d = snap(y, b * magic) * scale_out - target_[i]
             total = plus(total, d * d)
         partial[chunk] = np.float64(total)
