@@ -44,9 +44,7 @@ class Block(nn.Module):
 
 
 class MatchboxNet(nn.Module):
-    """(batch, features, time) -> (batch, num_classes); any length of time, the original pads to 128
-    frames.
-    """
+    """(batch, features, time) -> (batch, num_classes); any number of frames, 128 in the original."""
 
     def __init__(self, num_classes: int = 35, features: int = 64) -> None:
         super().__init__()

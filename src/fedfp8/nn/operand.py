@@ -18,7 +18,7 @@ done a second time in backward instead, through hooks on the tensors that the la
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,7 @@ def usable(range_: nn.Parameter, floor: float, name: str) -> float:
     return max(value, floor)
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor to be rounded to the grid of `range`; `range` None leaves it as it is."""
 
     source: Tensor
@@ -119,7 +118,7 @@ class _Recomputed(_Saved):
     def __init__(self, saved: Tensor, operand: Operand) -> None:
         super().__init__(operand.source)
         assert operand.range is not None
-        self.alpha, self.operand = operand.range.item(), replace(operand, source=self.source, range=None)
+        self.alpha, self.operand = operand.range.item(), operand._replace(source=self.source, range=None)
         self.view = saved.size(), saved.stride(), saved.storage_offset()
 
     def tensor(self) -> Tensor:
