@@ -41,7 +41,7 @@ def draw_figure3(data: Mapping[str, Any], path: Path) -> list[Path]:
                 _histograms(axes, case[key])
             row[0].set_ylabel(f"{name}\ndensity")
             row[1].set_ylabel("share of weights")
-        average = f"(d) error of average, K={data['clients']}"
+        average = f"(d) average of K={data['clients']}"
         titles = ("(a) FP32 weights", "(b) FP8 weights", "(c) quantization error", average)
         labels = ("w", "Q(w)", "Q(w) − w", "mean of Q(w) − w")
         for above, below, title, label in zip(*panels, titles, labels, strict=True):

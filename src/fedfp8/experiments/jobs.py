@@ -1,0 +1,116 @@
+"""Which runs an experiment needs, and which of them are done, begun or still to do."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedfp8.errors import ConfigError
+from fedfp8.experiments.paper import TABLES
+from fedfp8.experiments.records import read_run
+from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, with_settings
+from fedfp8.fl.store import write_atomic
+
+__all__ = ["Job", "plan"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: ``OUT/<cell>/<method>-seed<seed>``."""
+
+    config: Config
+    folder: Path
+    done: int  # rounds that are there already
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.preset} {self.config.method} seed {self.config.seed}"
+
+    @property
+    def rounds(self) -> int:
+        return self.config.round.count
+
+    @property
+    def status(self) -> str:
+        if self.done >= self.rounds:
+            return "done"
+        return "begun" if (self.folder / "config.toml").exists() else "new"
+
+
+def plan(
+    experiment: str,
+    out: Path,
+    *,
+    only: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    rounds: int | None = None,
+    seeds: Sequence[int] = (0,),
+    data_dir: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[Job]:
+    """The runs of a table or of Figure 4, cell by cell, FP32 first.
+
+    Raises:
+        ConfigError: a cell or method that does not exist, or a folder that holds a run with other settings.
+    """
+    table = TABLES[experiment]
+    cells = _chosen("cell", only, table.cells, table.cells)
+    names = _chosen("method", methods, tuple(METHODS), table.methods)
+    chosen = dict(settings or {})
+    if rounds is not None:
+        chosen["round.count"] = rounds
+    if data_dir is not None:
+        chosen["data.dir"] = str(data_dir.resolve())
+    configs = [with_settings(preset(c, m), {**chosen, "seed": s}) for c in cells for m in names for s in seeds]
+    return [_job(config, out / config.preset / f"{config.method}-seed{config.seed}") for config in configs]
+
+
+def _chosen(what: str, given: Sequence[str], known: Sequence[str], default: Sequence[str]) -> Sequence[str]:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown {what} {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
+    return given or default
+
+
+def _job(config: Config, folder: Path) -> Job:
+    """Match what is asked with what the folder holds.
+
+    The number of rounds may differ where the learning rate does not depend on it: a longer run continues a shorter one
+    to the same bytes. Everything else must be equal, or records of two settings would be mixed.
+    """
+    if not (folder / "config.toml").exists():
+        return Job(config, folder, 0)
+    record = read_run(folder)
+    other = from_dict(record.config)
+    free = config.local.schedule == "constant"
+    wanted, found = _flat(config), _flat(other)
+    ignored = {"data.dir"} | ({"round.count"} if free else set())
+    changed = [
+        f"{key} is {found.get(key)!r} there and {value!r} asked for"
+        for key, value in wanted.items()
+        if key not in ignored and found.get(key) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"{folder} holds a run with other settings: {'; '.join(changed)}. Ask for the same settings, or choose "
+            "another --out"
+        )
+    return Job(config, folder, record.rounds)
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, content in to_dict(config).items():
+        flat |= {f"{section}.{k}": v for k, v in content.items()} if isinstance(content, dict) else {section: content}
+    return flat
+
+
+def set_length(job: Job) -> None:
+    """Let a begun run go on to the number of rounds that is asked for now."""
+    path = job.folder / "config.toml"
+    found = from_dict(read_run(job.folder).config)
+    if found.round.count != job.rounds:
+        longer = replace(found, round=replace(found.round, count=job.rounds))
+        write_atomic(path, tomli_w.dumps(to_dict(longer)).encode())

@@ -1,0 +1,55 @@
+"""How many bytes a message of a run has without the lossless stage.
+
+The paper's gains are those of raw FP8: one byte a weight. A run with the lossless stage on sends the same values in
+fewer bytes, so one run serves for both gains if the raw size is known. It is not computed by formula: the run's own
+model is quantized and encoded with ``lossless=False`` for each direction, and the payload's length is kept in
+``sizes.json``. Raw FP8 codes and raw float32 have the same length in every round, so one measurement is exact. Raw
+dithered integers take as many bits as they need, which changes from round to round: no raw size is given for `dq`, nor
+for runs with clients of several formats.
+"""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedfp8.errors import RunError
+from fedfp8.fl.checkpoint import read_config
+from fedfp8.fl.config import Config
+from fedfp8.fl.federation import FP32
+from fedfp8.fl.links import downlink, quantize_down, quantize_up, uplink
+from fedfp8.fl.store import read_state, write_atomic
+from fedfp8.state import State, dequantize_state
+from fedfp8.wire import encode
+
+__all__ = ["measure_sizes", "raw_sizes"]
+
+
+def measure_sizes(folder: Path) -> dict[str, Any]:
+    """Write ``sizes.json`` of a run folder from its checkpoint, unless it is there already; returns its content."""
+    path = folder / "sizes.json"
+    if path.exists():
+        return dict(json.loads(path.read_text()))
+    checkpoint = folder / "checkpoint"
+    try:
+        saved = json.loads((checkpoint / "state.json").read_text())
+    except OSError as error:
+        raise RunError(f"{folder} has no checkpoint to measure message sizes on ({error})") from None
+    sizes = raw_sizes(read_config(folder / "config.toml"), read_state(checkpoint / saved["model"]))
+    written = datetime.fromtimestamp((folder / "history.jsonl").stat().st_mtime, UTC)
+    sizes |= {"measured_on": f"server model after round {saved['round']}", "date": written.date().isoformat()}
+    write_atomic(path, json.dumps(sizes, indent=2).encode() + b"\n")
+    return sizes
+
+
+def raw_sizes(config: Config, state: State) -> dict[str, Any]:
+    """``{"down_raw": bytes, "up_raw": bytes}``, or a reason why there is no such number."""
+    if "dithered" in (config.up.rounding, config.down.rounding):
+        return {"reason": "raw dithered integers have another length in every round"}
+    if config.clients.formats:
+        return {"reason": "clients have several formats"}
+    format = config.qat.format if config.prepared else FP32
+    down = quantize_down(config, 1, state, downlink(config, format))
+    received = dequantize_state(down)
+    up = quantize_up(config, 1, 0, state, received, uplink(config, format))
+    return {"down_raw": len(encode(down, lossless=False)), "up_raw": len(encode(up, lossless=False))}
