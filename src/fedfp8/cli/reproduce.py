@@ -1,5 +1,192 @@
+"""`fedfp8 reproduce` and `fedfp8 report`."""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fedfp8.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedfp8.experiments.jobs import Job
+    from fedfp8.experiments.reproduce import Clock
+
+__all__ = ["register"]
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CELL", help="Only this cell, e.g. lenet-cifar10-iid; may be repeated or comma-separated."),
+]
+Methods = Annotated[
+    str | None, typer.Option(help="Comma-separated; default: the paper's. fp32 is what gains are measured against.")
+]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds of every run; default: the paper's 1000 (or 500).")]
+Seeds = Annotated[str, typer.Option(help="Comma-separated; results are means over them. The paper has three.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Processes that train clients; default: one a core.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with the data sets (see `fedfp8 data list`).")]
+Out = Annotated[Path, typer.Option(help="Folder for runs (OUT/CELL/METHOD-seedN), tables, plots and report.html.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. --set local.steps=5; may be repeated."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan, with estimated hours on this machine.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Nothing yet."""
+    app.command()(reproduce)
+    app.command()(report)
+
+
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help="table1, table2, table3, figure3, figure4 or theory.")],
+    only: Only = None,
+    methods: Methods = None,
+    rounds: Rounds = None,
+    seeds: Seeds = "0,1,2",
+    workers: Workers = None,
+    data_dir: DataDir = None,
+    out: Out = Path("runs/paper"),
+    settings: Settings = None,
+    dry_run: DryRun = False,
+) -> None:
+    """A table or figure of the paper, ours beside the paper's. Skips what is done, resumes what was interrupted.
+
+    fedfp8 reproduce table1 --only lenet-cifar10-iid --rounds 100 --seeds 0
+    """
+    from fedfp8.experiments.paper import ALL, TABLES
+
+    if experiment not in ALL:
+        raise ConfigError(f"unknown experiment {experiment!r}; choose one of {', '.join(ALL)}")
+    if experiment not in TABLES:
+        computed(experiment, out, dry_run)
+        return
+    from fedfp8.experiments.jobs import plan
+    from fedfp8.fl.settings import parse_assignment
+
+    jobs = plan(
+        experiment,
+        out,
+        only=split(",".join(only or [])),
+        methods=split(methods or ""),
+        rounds=rounds,
+        seeds=[number(s) for s in split(seeds)],
+        data_dir=data_dir,
+        settings=dict(parse_assignment(item) for item in settings or []),
+    )
+    count = cores() if workers is None else workers
+    if dry_run:
+        from fedfp8.experiments.reproduce import plan_table
+
+        table = plan_table(jobs, count)
+        typer.echo(f"{table.text()}\n\n{table.notes[0]}")
+    else:
+        run_plan(experiment, jobs, out, count)
+
+
+def split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"seed {text!r} is not a whole number; give e.g. --seeds 0,1,2") from None
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def computed(experiment: str, out: Path, dry_run: bool) -> None:
+    """Figure 3 and the theory experiment train nothing."""
+    if dry_run:
+        typer.echo(f"{experiment} trains no network: less than two minutes, no data set needed.")
+        return
+    from fedfp8.experiments.reproduce import run_computed
+
+    data = run_computed(experiment, out)
+    if experiment == "theory":
+        typer.echo(f"floor of the objective gap falls as S^{data['exponent']:.2f} (S: largest grid step, about 2^-m)")
+    typer.echo(f"written: {out / experiment}.png, .pdf, .json and {out / 'report.html'}")
+
+
+def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int) -> None:
+    from fedfp8.experiments.reproduce import clock_for, run_jobs
+
+    done = sum(job.status == "done" for job in jobs)
+    typer.echo(f"{len(jobs)} runs, {done} of them done. Timing a few steps ...")
+    with Overall(jobs, clock_for(jobs, workers)) as overall:
+        complete = run_jobs(experiment, jobs, out, workers=workers, on_round=overall.round)
+    if not complete:
+        typer.echo("Stopped. The same command again continues where it was.")
+    typer.echo(f"written: {out / experiment}.md, .csv, .json and {out / 'report.html'}")
+    if not complete:
+        raise typer.Exit(130)
+
+
+class Overall:
+    """Progress over all runs with the time left: a bar on a terminal, a line now and then otherwise."""
+
+    def __init__(self, jobs: "list[Job]", clock: "Clock", quiet: float = 20.0) -> None:
+        self.jobs, self.clock, self.quiet = jobs, clock, quiet
+        self.console = Console()
+        self._said = float("-inf")
+        self._accuracy: dict[str, str] = {}
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(),
+            TextColumn("{task.fields[left]} left"), console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("starting", total=max(clock.total, 1e-9), left=self._left())
+
+    def __enter__(self) -> "Overall":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _left(self) -> str:
+        from fedfp8.experiments.tables import duration_text
+
+        return duration_text(self.clock.left)
+
+    def round(self, job: "Job", line: dict[str, Any]) -> None:
+        self.clock.round(job, line)
+        if line.get("accuracy") is not None:
+            self._accuracy[job.name] = f"{100 * line['accuracy']:.1f} %"
+        place = f"[{self.jobs.index(job) + 1}/{len(self.jobs)}]"
+        text = f"{place} {job.name}: round {line['round']}/{job.rounds}, accuracy {self._accuracy.get(job.name, '–')}"
+        self._bar.update(
+            self._task, completed=self.clock.expected, left=self._left(), description=text.replace("[", "\\[", 1)
+        )
+        now, last = time.monotonic(), line["round"] == job.rounds
+        if not self.console.is_terminal and (last or now - self._said >= self.quiet):
+            self._said = now
+            typer.echo(f"{text}, {self._left()} left")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What run, compare or reproduce has written.")],
+    docs: Annotated[
+        Path | None, typer.Option(help="Also refresh the table between the markers of this Markdown file.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Also copy the small records (no checkpoints) into this folder.")
+    ] = None,
+) -> None:
+    """Tables, plots and report.html again from the records, without torch."""
+    from fedfp8.experiments.paper_tables import paper_runs, update_docs
+    from fedfp8.experiments.report import export_records, write_report
+
+    path = write_report(folder)
+    typer.echo(f"written: {path}")
+    if keep is not None:
+        typer.echo(f"copied {len(export_records(folder, keep))} files to {keep}")
+    if docs is not None:
+        update_docs(docs, paper_runs(folder))
+        typer.echo(f"refreshed: {docs}")

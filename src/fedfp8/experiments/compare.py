@@ -1,6 +1,7 @@
 """Methods side by side: a row per method from the records of its seeds, as JSON, Markdown, CSV and a plot. No torch."""
 
 import json
+import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -165,7 +166,7 @@ def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparis
     rows, curves = compare(records), curves_of(records)
     title = ", ".join(sorted({run.cell for run in records}))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "compare.json").write_text(json.dumps(_as_json(rows, records), indent=2) + "\n")
+    (folder / "compare.json").write_text(json.dumps(_as_json(rows, records, folder), indent=2) + "\n")
     table = comparison_table(rows, title)
     (folder / "compare.md").write_text(table.markdown())
     (folder / "compare.csv").write_text(table.csv())
@@ -173,7 +174,7 @@ def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparis
     return Comparison(rows, table)
 
 
-def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord]) -> dict[str, Any]:
+def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord], folder: Path) -> dict[str, Any]:
     """Per method plain numbers under the names of the design, with their standard deviations beside them."""
     methods = {}
     for row in rows:
@@ -183,6 +184,6 @@ def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord]) -> dict[str, Any]:
             values[name] = spread["mean"] if spread else None
             values[f"{name}_std"] = spread["std"] if spread else None
         chosen = [run for run in runs if run.method == row.method]
-        values |= {"preset": chosen[0].cell, "runs": [str(run.path) for run in chosen]}
+        values |= {"preset": chosen[0].cell, "runs": [os.path.relpath(run.path, folder) for run in chosen]}
         methods[values.pop("method")] = values
     return methods

@@ -13,13 +13,24 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import RunError
 
-__all__ = ["Gain", "Point", "RunRecord", "communication_gain", "find_runs", "points_of", "read_run"]
+__all__ = [
+    "Gain",
+    "Point",
+    "RunRecord",
+    "by_cell",
+    "communication_gain",
+    "find_runs",
+    "grouped",
+    "points_of",
+    "read_run",
+]
 
 History = Sequence[Mapping[str, Any]]
 
@@ -144,10 +155,11 @@ class RunRecord:
     def seconds(self) -> float:
         return sum(float(line.get("seconds", {}).get("total", 0.0)) for line in self.history)
 
-    def setting(self, key: str) -> Any:
-        """``run.setting("local.lr")``."""
-        section, _, name = key.partition(".")
-        return self.config[section][name] if name else self.config[section]
+    @property
+    def date(self) -> str:
+        """Day of the last round: as noted in sizes.json, else that of the file."""
+        written = datetime.fromtimestamp((self.path / "history.jsonl").stat().st_mtime, UTC)
+        return str(self.sizes.get("date") or written.date().isoformat())
 
 
 def read_run(path: Path) -> RunRecord:
@@ -179,6 +191,26 @@ def grouped(runs: Iterable[RunRecord]) -> dict[tuple[Path, str], list[RunRecord]
     for run in runs:
         groups.setdefault((run.path.parent, run.cell), []).append(run)
     return groups
+
+
+def by_cell(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Runs by preset, for the paper's tables.
+
+    Raises:
+        RunError: two runs of the same preset, method and seed; a table has one place for them.
+    """
+    cells: dict[str, list[RunRecord]] = {}
+    seen: dict[tuple[str, str, int], Path] = {}
+    for run in runs:
+        key = (run.cell, run.method, run.seed)
+        if key in seen:
+            raise RunError(
+                f"{seen[key]} and {run.path} are both {run.cell}, {run.method}, seed {run.seed}; report on a folder "
+                "that holds only one of them"
+            )
+        seen[key] = run.path
+        cells.setdefault(run.cell, []).append(run)
+    return cells
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

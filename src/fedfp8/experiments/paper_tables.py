@@ -1,0 +1,142 @@
+"""The paper's tables with ours beside them, and the list of cells for docs/reproduce.md. No torch."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedfp8.errors import ConfigError
+from fedfp8.experiments.compare import Row, compare
+from fedfp8.experiments.paper import CELLS, TABLES, PaperTable, Reported, deviations
+from fedfp8.experiments.plots import NAMES
+from fedfp8.experiments.records import RunRecord, by_cell, find_runs
+from fedfp8.experiments.tables import NONE, Table, duration_text, gain_text, size_text, spread_text
+
+__all__ = ["docs_table", "paper_runs", "paper_table", "update_docs", "write_paper_table"]
+
+BEGIN, END = "<!-- records:begin -->", "<!-- records:end -->"
+Groups = Mapping[str, Sequence[RunRecord]]  # cell -> runs
+
+HEADER = (
+    "model", "data", "setting", "method", "paper: accuracy (%)", "ours: accuracy (%)", "paper: gain",
+    "ours: gain, raw FP8", "ours: gain, lossless stage", "rounds (paper)", "seeds", "bytes",
+)  # fmt: skip
+NOTES = (
+    "Ours: mean over seeds ± sample standard deviation (none for one seed), at the last evaluated round. Gain: bytes "
+    "FP32 needed for the highest accuracy both reach, divided by the method's, first evaluated round at or above it. "
+    '"Raw FP8" is the paper\'s definition, with message sizes as measured without the lossless stage; the other one '
+    'and "bytes" are what was sent.',
+)
+
+
+def paper_runs(folder: Path) -> Groups:
+    """The runs in a folder that belong to cells of the paper."""
+    return by_cell(run for run in find_runs(folder) if run.cell in CELLS)
+
+
+def paper_table(table: PaperTable, groups: Groups) -> Table:
+    """Every cell and method of the paper, and every further method that was run, in the paper's order."""
+    body: list[list[str]] = []
+    departures: list[str] = []
+    for cell in table.cells:
+        runs = list(groups.get(cell, ()))
+        rows = {row.method: row for row in compare(runs)}
+        for method in [*table.methods, *(m for m in rows if m not in table.methods)]:
+            body.append(_line(cell, method, table.numbers[cell].get(method), rows.get(method)))
+        departures += _departures(cell, runs)
+    return Table(table.title, HEADER, body, (*NOTES, *departures))
+
+
+def _line(cell: str, method: str, paper: Reported | None, ours: Row | None) -> list[str]:
+    about = CELLS[cell]
+    reported = f"{paper.accuracy:.1f} ± {paper.std:.1f}" if paper else NONE
+    gain = f"{paper.gain:.1f}×" if paper and paper.gain else NONE
+    planned = 500 if cell.endswith("-speaker") else 1000
+    if ours is None:
+        measured = [NONE, gain, NONE, NONE, f"0 ({planned})", "0", NONE]
+    else:
+        measured = [
+            spread_text(ours.accuracy, 100), gain, gain_text(ours.gain_raw), gain_text(ours.gain),
+            f"{ours.rounds} ({planned})", str(len(ours.seeds)), size_text(ours.bytes.mean),
+        ]  # fmt: skip
+    return [about.model, about.data, about.setting, NAMES.get(method, method), reported, *measured]
+
+
+def _departures(cell: str, runs: Sequence[RunRecord]) -> list[str]:
+    """What a cell's runs do otherwise than the paper, once per distinct list; the rounds have their own column."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        items = [item for item in deviations(cell, run.config) if not item.startswith("round.count")]
+        if items:
+            found.setdefault("; ".join(items), []).append(f"{run.method} seed {run.seed}")
+    return [f"{cell} ({', '.join(who)}): {what}." for what, who in found.items()]
+
+
+def write_paper_table(name: str, groups: Groups, folder: Path) -> Table:
+    """Write ``<name>.md``, ``.csv`` and ``.json`` into `folder`."""
+    table = paper_table(TABLES[name], groups)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(table.markdown("#"))
+    (folder / f"{name}.csv").write_text(table.csv())
+    (folder / f"{name}.json").write_text(json.dumps(_as_json(TABLES[name], groups), indent=2) + "\n")
+    return table
+
+
+def _as_json(table: PaperTable, groups: Groups) -> dict[str, Any]:
+    cells = {}
+    for cell in table.cells:
+        runs = list(groups.get(cell, ()))
+        cells[cell] = {
+            "paper": {method: asdict(number) for method, number in table.numbers[cell].items()},
+            "ours": {row.method: asdict(row) for row in compare(runs)},
+            "deviations": sorted({item for run in runs for item in deviations(cell, run.config)}),
+        }
+    return {"table": table.name, "title": table.title, "cells": cells}
+
+
+def docs_table(groups: Groups) -> Table:
+    """Cell, command, paper's number, ours so far, run length, machine, date; a row per cell and method."""
+    header = ["cell", "method", "paper", "ours so far", "run length", "machine", "date", "command"]
+    body = []
+    for cell in CELLS:
+        rows = {row.method: row for row in compare(groups.get(cell, ()))}
+        methods = [*TABLES["table1"].methods, *(m for m in rows if m not in TABLES["table1"].methods)]
+        for method in methods:
+            chosen = [run for run in groups.get(cell, ()) if run.method == method and run.points]
+            body.append(_docs_line(cell, method, rows.get(method), chosen))
+    notes = [line for cell in CELLS for line in _departures(cell, groups.get(cell, ()))]
+    return Table("", header, body, notes)
+
+
+def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord]) -> list[str]:
+    known = [table.numbers[cell] for table in TABLES.values() if cell in table.numbers]
+    paper = next((numbers[method].text() for numbers in known if method in numbers), NONE)
+    experiment = next((t.name for t in TABLES.values() if method in t.methods and cell in t.numbers), "table1")
+    command = (
+        f"`fedfp8 reproduce {experiment} --only {cell} --methods {'fp32' if method == 'fp32' else f'fp32,{method}'}`"
+    )
+    if row is None:
+        return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
+    ours = f"{spread_text(row.accuracy, 100)} / {gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent"
+    length = f"{row.rounds} rounds, {duration_text(row.seconds / len(runs))}" + _rest(runs)
+    return [cell, method, paper, ours, length, machine_of(runs), runs[-1].date, command]
+
+
+def _rest(runs: Sequence[RunRecord]) -> str:
+    return "" if all(run.finished for run in runs) else " (goes on)"
+
+
+def machine_of(runs: Iterable[RunRecord]) -> str:
+    """The processors the runs say they were made on."""
+    found = sorted({str(run.summary.get("machine", {}).get("cpu", "")) for run in runs} - {""})
+    return ", ".join(found) or NONE
+
+
+def update_docs(path: Path, groups: Groups) -> None:
+    """Replace what is between the markers of a Markdown file by the table of the records."""
+    text = path.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ConfigError(f"{path} must hold the lines {BEGIN} and {END} once each; the table goes between them")
+    before, rest = text.split(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n\n{docs_table(groups).markdown()}\n{END}{rest.split(END)[1]}")

@@ -1,0 +1,117 @@
+"""Run what a table or figure needs: skip what is done, resume what was interrupted, then draw everything anew."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedfp8 import fl
+from fedfp8.experiments.estimate import seconds_per_round
+from fedfp8.experiments.figure3 import run_figure3
+from fedfp8.experiments.jobs import Job, set_length
+from fedfp8.experiments.paper_tables import paper_runs, write_paper_table
+from fedfp8.experiments.report import write_report
+from fedfp8.experiments.sizes import measure_sizes
+from fedfp8.experiments.tables import Table, duration_text
+from fedfp8.experiments.theory import run_theory
+
+__all__ = ["Clock", "plan_table", "run_computed", "run_jobs"]
+
+OnRound = Callable[[Job, dict[str, Any]], None]
+
+
+@dataclass
+class Clock:
+    """How much of a plan is done and how long the rest will take.
+
+    Starts from estimates; once rounds have been run, their real time corrects all of them by a common factor.
+    """
+
+    per_round: Mapping[Job, float]
+    spent: float = 0.0  # real seconds of the rounds run now
+    expected: float = 0.0  # what they were estimated to take
+    reached: dict[Job, int] = field(default_factory=dict)
+
+    def round(self, job: Job, line: Mapping[str, Any]) -> None:
+        if line["round"] > self.reached.get(job, job.done):
+            self.spent += float(line["seconds"]["total"])
+            self.expected += self.per_round[job]
+            self.reached[job] = int(line["round"])
+
+    @property
+    def total(self) -> float:
+        """Estimated seconds of all that was to do at the start."""
+        return sum(max(0, job.rounds - job.done) * seconds for job, seconds in self.per_round.items())
+
+    @property
+    def left(self) -> float:
+        factor = self.spent / self.expected if self.expected > 0 else 1.0
+        return factor * max(0.0, self.total - self.expected)
+
+
+def clock_for(jobs: Sequence[Job], workers: int) -> Clock:
+    todo = [job for job in jobs if job.status != "done"]
+    return Clock({job: seconds or 0.0 for job, seconds in seconds_per_round(todo, workers).items()})
+
+
+def plan_table(jobs: Sequence[Job], workers: int) -> Table:
+    """What would be run, and how long it would take here."""
+    todo = [job for job in jobs if job.status != "done"]
+    estimates = seconds_per_round(todo, workers)
+    body, total = [], 0.0
+    for job in jobs:
+        seconds = estimates.get(job)
+        left = max(0, job.rounds - job.done)
+        total += left * (seconds or 0.0)
+        text = "–" if job.status == "done" else "data set missing" if seconds is None else duration_text(left * seconds)
+        each = f"{seconds:.1f} s" if seconds else "–"
+        config = job.config
+        body.append(
+            [config.preset, config.method, str(config.seed), job.status, f"{job.done}/{job.rounds}", each, text]
+        )
+    note = (
+        f"In all about {duration_text(total)} ({total / 3600:.1f} hours) with {workers} workers, from a few timed "
+        "training steps and test pieces on this machine as it is now; coding and aggregation add a few percent."
+    )
+    return Table("", ["cell", "method", "seed", "status", "rounds", "a round", "time left"], body, (note,))
+
+
+def run_jobs(experiment: str, jobs: Sequence[Job], out: Path, *, workers: int, on_round: OnRound | None = None) -> bool:
+    """Run the jobs and write the table; False if Ctrl-C stopped it (what is there is written all the same)."""
+    complete = True
+    for job in jobs:
+        if job.status != "done":
+            complete = _run(job, workers, on_round)
+        if not complete:
+            break
+        measure_sizes(job.folder)
+    write_paper_table(experiment, paper_runs(out), out)
+    write_report(out)
+    return complete
+
+
+def _run(job: Job, workers: int, on_round: OnRound | None) -> bool:
+    def tell(line: dict[str, Any]) -> None:
+        if on_round is not None:
+            on_round(job, line)
+
+    if job.status == "new":
+        history = fl.run(job.config, out=job.folder, workers=workers, on_round=tell)
+    else:
+        set_length(job)
+        (job.folder / "sizes.json").unlink(missing_ok=True)  # its date would be that of the shorter run
+        history = fl.resume(job.folder, workers=workers, on_round=tell)
+    return bool(history.summary["finished"])
+
+
+def run_computed(experiment: str, out: Path) -> dict[str, Any]:
+    """Figure 3 or the theory experiment: compute it, write its JSON, draw everything; returns the data."""
+    begin = time.perf_counter()
+    data: dict[str, Any] = run_figure3() if experiment == "figure3" else dict(run_theory())
+    data["seconds"] = time.perf_counter() - begin
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{experiment}.json").write_text(json.dumps(data) + "\n")
+    write_report(out)
+    return data
