@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedfp8.errors import QuantizationError, WireFormatError
+from fedfp8.fp8.format import Format
 from fedfp8.layout import TensorSpec
 from fedfp8.state import QuantState, State, coded_kinds, tensor_seed
 from fedfp8.wire import rawbits, steps, stream
@@ -40,6 +41,11 @@ class Plan:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def format(self) -> Format | None:
+        """Of the codes; None on the uniform grid."""
+        return None if self.dithered else self.spec.format
 
     @property
     def bits(self) -> int:
@@ -83,19 +89,17 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
             f"codes of {plan.name!r} reach {int(codes.max())}; {plan.bits}-bit codes are below {2**plan.bits}: was "
             "another format used?"
         )
-    best = RAW, _raw(plan, codes)
-    if not lossless:
-        return best
-    if steps.has_ranks(plan, codes) and (plan.reference is not None or plan.dithered):
-        best = min(best, _steps(plan, codes), key=_size)
-    # Given a good reference, coding the codes on their own cannot win: do not spend the time.
-    if not plan.dithered and 2 * len(best[1]) > rawbits.packed_size(plan.size, plan.bits):
-        best = min(best, (STATIC, stream.encode_bytes(codes, plan.bits)), key=_size)
-    return best
-
-
-def _size(coded: tuple[int, bytes]) -> int:
-    return len(coded[1])
+    found: list[tuple[int, bytes]] = []
+    if lossless and steps.has_ranks(plan, codes) and (plan.reference is not None or plan.dithered):
+        found.append(_steps(plan, codes))
+    raw = rawbits.packed_size(plan.size, plan.bits) if not plan.dithered else rawbits.signed_size(codes)
+    # Where a reference halves the bytes, coding the codes on their own cannot win: do not spend the time.
+    if lossless and not plan.dithered and not (found and 2 * len(found[0][1]) < raw):
+        found.append((STATIC, stream.encode_bytes(codes, plan.bits)))
+    found = [coded for coded in found if len(coded[1]) < raw]
+    if found:
+        return min(found, key=lambda coded: len(coded[1]))
+    return RAW, rawbits.pack_signed(codes) if plan.dithered else rawbits.pack(codes, plan.bits)
 
 
 def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
@@ -103,10 +107,6 @@ def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
     if plan.reference is None:
         return STATIC, data
     return (REFERENCE if data else SAME) | (0 if dice or not plan.dice else NO_DICE), data
-
-
-def _raw(plan: Plan, codes: np.ndarray) -> bytes:
-    return rawbits.pack_signed(codes) if plan.dithered else rawbits.pack(codes, plan.bits)
 
 
 def decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:

@@ -89,7 +89,7 @@ def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, 
 
 
 @kernel
-def tokenise(values, pred, ctx, shift, bucket, low, extra, tok, bits, state):
+def tokenise(values, pred, ctx, narrow, shift, bucket, low, extra, tok, bits, state):
     """Steps as tokens; extra bits are appended to `bits`, whose write position (in bits) is state[0]."""
     single = I32(SINGLE)
     for i in range(tok.size):
@@ -104,7 +104,7 @@ def tokenise(values, pred, ctx, shift, bucket, low, extra, tok, bits, state):
         step = np.int64(values[i]) - np.int64(pred[i])
         step = -step if ctx[i] & U16(FLIP) else step
         m = abs(step >> shift)
-        if m < bucket.size:
+        if m < bucket.size and not (m >= SINGLE and narrow[ctx[i] & U16(0xFF)]):
             k = bucket[m]
             tok[i] = U8(2 * k - ((step >> shift) > 0))
             value = U64(((step & ((1 << shift) - 1)) << extra[k]) | (m - low[k]))
@@ -228,7 +228,7 @@ def rebuild(counts, prior_, tokens, gain, entries, lut, lut_bits):
         best, largest, left = base, U64(0), U64(65536)
         for t in range(base, base + tokens):
             v = U64(counts[t]) * U64(gain) + U64(prior_[t])
-            f = U64(1) + v * U64(65536 - tokens) // total
+            f = U64(prior_[t] > 0) + v * U64(65536 - tokens) // total  # none for tokens that a row does not have
             entries[t] = U32(f)
             left -= f
             if v > largest:

@@ -31,6 +31,7 @@ __all__ = [
     "TOKENS",
     "Grid",
     "grid_of",
+    "narrow_of",
     "prior_of",
     "sigma_of",
 ]
@@ -41,6 +42,7 @@ TOKENS = 2 * len(LOW)  # token 2k-1 is +LOW[k], 2k is -LOW[k], the last one the 
 STEPS = 1 << 8  # steps of this size or more escape
 BUCKET = np.repeat(np.arange(len(LOW)), 1 << EXTRA)  # |step| -> k
 PLACES = 16  # in a cell
+NARROW = 0.5  # cells; see `narrow_of`
 SCALES = range(72, 248)  # of the byte that says sigma: quarter octaves, 128 = one (smallest) cell
 QUARTERS = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)  # 2**(i/4)
 PER_UNIT = 512  # entries of a shape's table per sigma
@@ -89,6 +91,16 @@ def _grid(position: np.ndarray, cell: np.ndarray, width: float) -> Grid:
     return Grid(lo, hi, cell, width)
 
 
+def narrow_of(grid: Grid, scale: int) -> np.ndarray:
+    """For each context, whether updates are so much smaller than its cell that large steps just escape.
+
+    A token that never comes still takes a 2**16th: where hardly anything moves, forty of them would show.
+    """
+    narrow = np.zeros(256, dtype=np.bool_)
+    narrow[: PLACES * len(grid.cell)] = np.repeat(sigma_of(grid, scale) < NARROW, PLACES)
+    return narrow
+
+
 def prior_of(grid: Grid, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
     """(prior[row, token] of about 2**16 a row, row of each context).
 
@@ -105,6 +117,8 @@ def prior_of(grid: Grid, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray
         row[c * PLACES : (c + 1) * PLACES] = first[c] + np.arange(PLACES) * count // PLACES
     prior = np.empty((first[-1], TOKENS), dtype=np.uint32)
     kernels.prior(grid.lo, grid.hi, sigma, first, places, grid.width, SHAPES[shape], PER_UNIT, prior)
+    narrow = np.repeat(sigma < NARROW, places)
+    prior[narrow, 2 * kernels.SINGLE - 1 : TOKENS - 1] = 0
     return prior, row
 
 

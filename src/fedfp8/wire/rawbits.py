@@ -8,7 +8,7 @@ import numpy as np
 
 from fedfp8.errors import WireFormatError
 
-__all__ = ["pack", "pack_signed", "packed_size", "unpack", "unpack_signed"]
+__all__ = ["pack", "pack_signed", "packed_size", "signed_size", "unpack", "unpack_signed"]
 
 
 def packed_size(count: int, bits: int) -> int:
@@ -46,9 +46,19 @@ def unpack(data: memoryview, count: int, bits: int, dtype: type) -> np.ndarray:
     return out
 
 
+def signed_size(k: np.ndarray) -> int:
+    """Length of ``pack_signed(k)``."""
+    return 1 + packed_size(k.size, _signed_bits(k))
+
+
+def _signed_bits(k: np.ndarray) -> int:
+    low, high = int(k.min(initial=0)), int(k.max(initial=0))
+    return max(2 * high, -2 * low - 1).bit_length()
+
+
 def pack_signed(k: np.ndarray) -> bytes:
+    bits = _signed_bits(k)
     zigzag = (k.astype(np.int64) << 1 ^ k.astype(np.int64) >> 63).astype(np.uint32)
-    bits = int(zigzag.max(initial=0)).bit_length()
     return bytes([bits]) + pack(zigzag, bits)
 
 

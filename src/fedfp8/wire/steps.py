@@ -32,6 +32,7 @@ from fedfp8.wire.model import (
     SHAPES,
     TOKENS,
     grid_of,
+    narrow_of,
     prior_of,
     sigma_of,
 )
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "encode", "has_ranks", "predicted"]
 
-GAIN = 1 << 10  # a count weighs as much as this prior mass of 2**16: the prior is worth 64 observations
+GAIN = 1 << 8  # a count weighs as much as this prior mass of 2**16: the prior is worth 256 observations
 FIT = 1 << 11  # elements on which shape and scale are chosen
 LARGEST = 1 << 30  # dithered integers beyond this go raw
 FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any code, within int32
@@ -109,7 +110,7 @@ class Model:
     cost: int  # in bits / 256; not sent
 
     def tables(self, plan: "Plan") -> Tables:
-        return Tables(*prior_of(grid_of(plan.spec.format if not plan.dithered else None), self.shape, self.scale), GAIN)
+        return Tables(*prior_of(grid_of(plan.format), self.shape, self.scale), GAIN)
 
 
 def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
@@ -124,9 +125,10 @@ def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tup
         other = fit(without, codes)
         if other.cost < model.cost:
             predictor, model = without, other
+    narrow = narrow_of(grid_of(plan.format), model.scale)
     encoder, extra, moved = Encoder(model.tables(plan), plan.size), _Bits(), False
     for piece in pieces(plan.size):
-        tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, model.shift, extra)
+        tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)
         moved = moved or bool(tok.any())
         encoder.push(piece, tok, ctx)
     if reference is not None and not moved and not model.shift:
@@ -159,13 +161,13 @@ class _Bits:
 
 
 def _tokens(
-    predictor: Predictor, codes: np.ndarray, start: int, stop: int, shift: int, extra: _Bits
+    predictor: Predictor, codes: np.ndarray, start: int, stop: int, narrow: np.ndarray, shift: int, extra: _Bits
 ) -> tuple[np.ndarray, np.ndarray]:
     pred, ctx = predictor(start, stop)
     tok = np.empty(stop - start, np.uint8)
     extra.room(stop - start)
     values = predictor.ranks(codes[start:stop])
-    kernels.tokenise(values, pred, ctx, shift, BUCKET, LOW, EXTRA, tok, extra.buffer, extra.at)
+    kernels.tokenise(values, pred, ctx, narrow, shift, BUCKET, LOW, EXTRA, tok, extra.buffer, extra.at)
     return tok, ctx
 
 
@@ -177,10 +179,10 @@ def fit(predictor: Predictor, codes: np.ndarray) -> Model:
         pred, _ = predictor(0, n)
         shift = max(int(np.median(np.abs(codes[:n].astype(np.int64) - pred))).bit_length() - 5, 0)
     extra = _Bits()
-    tok, ctx = _tokens(predictor, codes, 0, n, shift, extra)
+    tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, extra)
     index, count = np.unique((ctx & 0xFF).astype(np.int64) * TOKENS + tok, return_counts=True)
     cells = np.stack([index // TOKENS, index % TOKENS, count], axis=1)
-    grid = grid_of(plan.spec.format if not plan.dithered else None)
+    grid = grid_of(plan.format)
 
     def cost(shape: int, scale: int) -> int:
         table, sigma = SHAPES[shape], sigma_of(grid, scale)

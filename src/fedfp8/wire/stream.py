@@ -1,7 +1,7 @@
 """The adaptive coder over a whole tensor: symbols with contexts in, bytes out, and back.
 
 Tables are fixed within a block and rebuilt between blocks from the prior and all counts so far; blocks double in length
-(1024, 1024, 2048, 4096, ...). The decoder does the same, so no table is ever sent, and within a block coding is as fast
+(2048, 2048, 4096, 8192, ...). The decoder does the same, so no table is ever sent, and within a block coding is as fast
 as with static tables. rANS states are written first, then the words in the order in which the decoder needs them.
 """
 
@@ -16,7 +16,7 @@ from fedfp8.wire.container import AGAIN
 
 __all__ = ["PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
 
-FIRST_BLOCK = 1024
+FIRST_BLOCK = 2048
 PIECE = 1 << 15  # elements handled at a time: their scratch stays in the cache
 BYTE_GAIN = 1 << 13  # static tables: the flat prior is worth 8 observations
 
