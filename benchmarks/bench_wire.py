@@ -5,8 +5,8 @@
 
 The entropy is that of the step from the prediction with known dice, given (16 exponents | 3 classes of |reference|) x
 16 places in the cell. It is counted on the coded tensor itself, so it is too low by about (cells - contexts) / (2 ln 2)
-bits (Miller and Madow): `entropy` is the plain count, `corrected` adds that back. The budget is 3 % + 200 bytes over the
-plain one. Speeds are CPU time of one thread, one code counted as one byte, best of several runs.
+bits (Miller and Madow): `entropy` is the plain count, `corrected` adds that back. The budget is 3 % + 200 bytes over
+the plain one. Speeds are CPU time of one thread, one code counted as one byte, best of several runs.
 """
 
 import argparse
