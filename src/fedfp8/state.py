@@ -176,8 +176,12 @@ def _step(
     if isinstance(step, Mapping):
         if spec.name not in step:
             raise QuantizationError(f"no step for tensor {spec.name!r}; a dict of steps must name every float tensor")
+        if not step[spec.name] > 0:  # 0.0 would be read as "all zero" and drop the tensor
+            raise QuantizationError(f"step of tensor {spec.name!r} is {step[spec.name]}; an absolute step must be > 0")
         return float(np.float32(step[spec.name]))
     assert step is not None
+    if not step > 0:
+        raise QuantizationError(f"step is {step}; it must be > 0, a multiple of each tensor's rms such as 0.3")
     if step_of == "update":
         if reference is None:
             raise QuantizationError("step_of='update' needs the reference that the update is measured against")

@@ -1,0 +1,313 @@
+"""Layouts, states, and the lossy step between a state and what is sent."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedfp8 import E4M3, E5M2, Format, dither, from_codes, quantize, to_codes, undither
+from fedfp8.errors import QuantizationError, WireFormatError
+from fedfp8.fp8 import rms
+from fedfp8.layout import Layout, TensorSpec
+from fedfp8.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
+
+LAYOUT = Layout(
+    (
+        TensorSpec("conv.weight", (4, 3, 3, 3), kind="fp8", format=E4M3, range="conv.alpha"),
+        TensorSpec("conv.alpha", (), kind="range"),
+        TensorSpec("conv.beta", (), kind="range"),
+        TensorSpec("conv.bias", (4,)),
+        TensorSpec("fc.weight", (10, 36), kind="fp8", format=E5M2, range="fc.alpha"),
+        TensorSpec("fc.alpha", (), kind="range"),
+        TensorSpec("head", (0, 5)),
+        TensorSpec("still", (6,)),
+        TensorSpec("steps", (), dtype="int64", kind="integer"),
+    )
+)
+
+
+def state(seed: int = 0) -> State:
+    rng = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for spec in LAYOUT:
+        tensors[spec.name] = torch.randn(spec.shape, generator=rng)
+    tensors["conv.alpha"] = tensors["conv.weight"].abs().max()
+    tensors["fc.alpha"] = tensors["fc.weight"].abs().max() * 0.9
+    tensors["conv.beta"] = torch.tensor(0.0)  # not set yet
+    tensors["still"] = torch.zeros(6)
+    tensors["steps"] = torch.tensor(17)
+    return State(LAYOUT, tensors)
+
+
+def equal(a: State, b: State) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Layout
+
+
+def test_layout_bytes_round_trip() -> None:
+    again = Layout.from_bytes(LAYOUT.to_bytes())
+    assert again == LAYOUT and again.fingerprint == LAYOUT.fingerprint and len(LAYOUT.fingerprint) == 8
+    assert len(again) == 9 and again.num_elements == 108 + 1 + 1 + 4 + 360 + 1 + 0 + 6 + 1
+    assert Layout.from_bytes(Layout(()).to_bytes()) == Layout(())
+
+
+def test_fingerprint_depends_on_everything() -> None:
+    def with_first(**changes: object) -> bytes:
+        spec = LAYOUT.tensors[0]
+        fields = {name: getattr(spec, name) for name in ("name", "shape", "dtype", "kind", "format", "range")}
+        return Layout((TensorSpec(**{**fields, **changes}), *LAYOUT.tensors[1:])).fingerprint  # type: ignore[arg-type]
+
+    prints = [
+        LAYOUT.fingerprint,
+        with_first(name="conv.w"),
+        with_first(shape=(4, 3, 9)),
+        with_first(dtype="float16"),
+        with_first(format=Format(3, 4)),
+        with_first(range="conv.beta"),
+        with_first(kind="float", format=None, range=None),
+        Layout(LAYOUT.tensors[:-1]).fingerprint,
+        Layout((*LAYOUT.tensors[:3], *LAYOUT.tensors[3:][::-1])).fingerprint,
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+def test_with_format() -> None:
+    narrow = LAYOUT.with_format(Format(2, 1))
+    assert [s.format for s in narrow if s.kind == "fp8"] == [Format(2, 1)] * 2
+    plain = LAYOUT.with_format(None)
+    assert not any(s.kind == "fp8" or s.format or s.range for s in plain) and len(plain) == len(LAYOUT)
+    assert equal(state().with_layout(plain), state())
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kind": "weights"}, "kind 'weights'"),
+        ({"dtype": "complex64"}, "complex64"),
+        ({"kind": "integer", "dtype": "float32"}, "integer"),
+        ({"kind": "range", "dtype": "float16"}, "range"),
+        ({"kind": "fp8"}, "format and range"),
+        ({"kind": "fp8", "format": E4M3}, "format and range"),
+        ({"kind": "float", "format": E4M3, "range": "a"}, "format and range"),
+        ({"shape": (3, -1)}, "sizes must be >= 0"),
+        ({"shape": (2.0,)}, "sizes must be >= 0"),
+        ({"shape": (2**16, 2**16)}, "2\\*\\*32"),
+    ],
+)
+def test_tensors_that_make_no_sense(fields: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TensorSpec(**{"name": "w", "shape": (3,), **fields})
+
+
+def test_layouts_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        Layout((TensorSpec("w", (1,)), TensorSpec("w", (2,))))
+    weight = TensorSpec("w", (1,), kind="fp8", format=E4M3, range="a")
+    with pytest.raises(ValueError, match=r"'w'.*'a' is not a range"):
+        Layout((weight,))
+    with pytest.raises(ValueError, match=r"'w'.*'a' is not a range"):
+        Layout((weight, TensorSpec("a", ())))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xfe",
+        b"null",
+        b"3",
+        b'{"a": 1}',
+        b"[1]",
+        b'["abcdef"]',
+        b"[[]]",
+        b'[["w",[3],"float32","float",null]]',
+        b'[["w",[3],"float32","float",null,null,null]]',
+        b'[["w",[true],"float32","float",null,null]]',
+        b'[["w",[1e400],"float32","float",null,null]]',
+        b'[["w",3,"float32","float",null,null]]',
+        b'[[7,[3],"float32","float",null,null]]',
+        b'[["w",[3],["float32"],"float",null,null]]',
+        b'[["w",[3],"float32","fp8","E9M9","a"],["a",[],"float32","range",null,null]]',
+        b'[["w",[3],"float32","fp8",4,"a"],["a",[],"float32","range",null,null]]',
+        b'[["w",[3],"float32","fp8","E4M3",["a"]]]',
+        b"[" * 100_000,
+        LAYOUT.to_bytes()[:-1],
+    ],
+)
+def test_damaged_layout_bytes(data: bytes) -> None:
+    with pytest.raises(WireFormatError, match="layout section is damaged"):
+        Layout.from_bytes(data)
+
+
+def test_every_truncation_and_flip_of_layout_bytes_is_refused_or_another_layout() -> None:
+    data = LAYOUT.to_bytes()
+    for cut in range(len(data)):
+        with pytest.raises(WireFormatError):
+            Layout.from_bytes(data[:cut])
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        flipped = bytearray(data)
+        flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        try:
+            other = Layout.from_bytes(bytes(flipped))
+        except WireFormatError:
+            continue
+        assert other.fingerprint != LAYOUT.fingerprint or json.loads(bytes(flipped)) == json.loads(data)
+
+
+# State
+
+
+def test_state_checks_names_order_shapes_and_dtypes() -> None:
+    good = dict(state())
+    with pytest.raises(QuantizationError, match=r"in its order.*\['steps'\]"):
+        State(LAYOUT, {name: t for name, t in good.items() if name != "steps"})
+    with pytest.raises(QuantizationError, match="in its order"):
+        State(LAYOUT, dict(reversed(good.items())))
+    for name, wrong in {
+        "conv.bias": torch.zeros(5),
+        "fc.weight": good["fc.weight"].t().contiguous().t(),
+        "conv.weight": good["conv.weight"].double(),
+        "steps": torch.tensor(17, dtype=torch.int32),
+    }.items():
+        with pytest.raises(QuantizationError, match=f"'{name}'"):
+            State(LAYOUT, {**good, name: wrong})
+
+
+def test_fingerprint_of_values() -> None:
+    assert state().fingerprint == state().fingerprint != state(1).fingerprint
+    for name in LAYOUT.tensors[0].name, "conv.beta", "steps", "still":
+        tensors = {n: t.clone() for n, t in state().items()}
+        tensors[name].view(-1)[-1] += 1
+        assert State(LAYOUT, tensors).fingerprint != state().fingerprint, name
+    assert state().with_layout(LAYOUT.with_format(E4M3)).fingerprint != state().fingerprint
+
+
+# The lossy step
+
+
+def test_none_sends_everything_as_it_is() -> None:
+    q = quantize_state(state(), rounding="none")
+    assert not q.codes and not q.steps and equal(dequantize_state(q), state())
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_codes_of_weights_and_the_rest_as_it_is(rounding: str) -> None:
+    s = state()
+    q = quantize_state(s, seed=9, rounding=rounding)
+    assert set(q.codes) == {"conv.weight", "fc.weight"} and set(q.rest) == set(s) - set(q.codes) and not q.steps
+    back = dequantize_state(q)
+    for index, spec in enumerate(LAYOUT):
+        if spec.kind == "fp8":
+            alpha, dice = s[spec.range], tensor_seed(9, index)
+            flat = s[spec.name].view(-1)
+            assert torch.equal(q.codes[spec.name], to_codes(flat, alpha, spec.format, rounding=rounding, seed=dice))
+            expected = quantize(s[spec.name], alpha, spec.format, rounding=rounding, seed=dice)
+            assert torch.equal(back[spec.name], expected)
+        else:
+            assert torch.equal(back[spec.name], s[spec.name])
+    # what was decoded is on the grid: quantizing it again, by whatever dice, changes nothing
+    assert equal(dequantize_state(quantize_state(back, seed=10, rounding=rounding)), back)
+
+
+def test_dithered_codes_of_every_float_tensor() -> None:
+    s = state()
+    q = quantize_state(s, seed=9, rounding="dithered", step=0.3)
+    assert set(q.codes) == set(q.steps) == {"conv.weight", "conv.bias", "fc.weight", "head", "still"}
+    assert set(q.rest) == {"conv.alpha", "conv.beta", "fc.alpha", "steps"}
+    assert q.steps["still"] == q.steps["head"] == 0.0 and torch.equal(
+        q.codes["still"], torch.zeros(6, dtype=torch.int32)
+    )
+    back = dequantize_state(q)
+    for index, spec in enumerate(LAYOUT):
+        step = q.steps.get(spec.name)
+        if step:
+            assert step == float(np.float32(0.3 * rms(s[spec.name])))
+            dice = tensor_seed(9, index)
+            assert torch.equal(q.codes[spec.name], dither(s[spec.name].view(-1), step, seed=dice))
+            assert torch.equal(back[spec.name].view(-1), undither(q.codes[spec.name], step, seed=dice))
+            largest = float(s[spec.name].abs().max())
+            assert float((back[spec.name] - s[spec.name]).abs().max()) <= step / 2 + 2.0**-21 * largest
+        else:
+            assert torch.equal(back[spec.name], s[spec.name])
+
+
+def test_steps_from_the_update_and_by_name() -> None:
+    s, reference = state(), state(1)
+    q = quantize_state(s, seed=2, rounding="dithered", step=8.0, step_of="update", reference=reference)
+    for name in ("conv.weight", "conv.bias", "fc.weight"):
+        assert q.steps[name] == float(np.float32(8.0 * rms(s[name] - reference[name])))
+    unmoved = quantize_state(s, seed=2, rounding="dithered", step=8.0, step_of="update", reference=s)
+    assert all(0 < unmoved.steps[n] < 0.01 * rms(s[n]) for n in ("conv.weight", "conv.bias", "fc.weight"))
+    steps = {"conv.weight": 0.1, "conv.bias": 0.2, "fc.weight": 0.4}
+    named = quantize_state(s, seed=2, rounding="dithered", step=steps)
+    assert {n: v for n, v in named.steps.items() if v} == {n: float(np.float32(v)) for n, v in steps.items()}
+
+
+def test_a_spike_sets_a_floor_on_the_step() -> None:
+    """One huge element among many small ones: the step stays large enough for 2**20 steps."""
+    layout = Layout((TensorSpec("w", (100_000,)),))
+    w = torch.full((100_000,), 1e-9)
+    w[3] = 100.0
+    q = quantize_state(State(layout, {"w": w}), seed=1, rounding="dithered", step=1e-6)
+    assert q.steps["w"] == float(np.float32(100.0 / 2**19))
+
+
+def test_every_message_and_tensor_has_its_own_dice() -> None:
+    same = torch.full((2000,), 0.31)
+    layout = Layout((TensorSpec("a", (2000,)), TensorSpec("b", (2000,))))
+    s = State(layout, {"a": same, "b": same.clone()})
+    steps = {"a": 0.1, "b": 0.1}
+    errors = []
+    for seed in (1, 2):
+        back = dequantize_state(quantize_state(s, seed=seed, rounding="dithered", step=steps))
+        errors += [(back["a"] - same).numpy(), (back["b"] - same).numpy()]
+    correlation = np.corrcoef(errors) - np.eye(4)
+    assert np.abs(correlation).max() <= 6 / math.sqrt(2000)
+    assert len({tensor_seed(seed, index) for seed in range(20) for index in range(20)}) == 400
+
+
+def test_a_quant_state_decodes_without_the_original() -> None:
+    q = quantize_state(state(), seed=5, rounding="stochastic")
+    copy = QuantState(Layout.from_bytes(LAYOUT.to_bytes()), q.rounding, q.seed, dict(q.codes), {}, dict(q.rest))
+    assert equal(dequantize_state(copy), dequantize_state(q))
+    assert torch.equal(
+        dequantize_state(q)["fc.weight"].view(-1), from_codes(q.codes["fc.weight"], q.rest["fc.alpha"], E5M2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"rounding": "up"}, "'up'.*none, nearest, stochastic, dithered"),
+        ({"rounding": "dithered"}, "needs one"),
+        ({"rounding": "nearest", "step": 0.1}, "belongs to 'dithered'"),
+        ({"rounding": "dithered", "step": 0.1, "step_of": "noise"}, "'weights' or 'update'"),
+        ({"rounding": "dithered", "step": 0.1, "step_of": "update"}, "needs the reference"),
+        ({"rounding": "dithered", "step": {"conv.weight": 0.1}}, "'conv.bias'"),
+        ({"rounding": "dithered", "step": {"conv.weight": 0.0}}, "'conv.weight' is 0.0.*> 0"),
+        ({"rounding": "dithered", "step": 0.0}, "> 0"),
+        ({"rounding": "dithered", "step": -1.0}, "> 0"),
+        ({"rounding": "dithered", "step": float("nan")}, "> 0"),
+    ],
+)
+def test_requests_that_make_no_sense(arguments: dict, says: str) -> None:
+    with pytest.raises(QuantizationError, match=says):
+        quantize_state(state(), seed=0, **arguments)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_errors_name_the_tensor(bad: float) -> None:
+    tensors = {name: t.clone() for name, t in state().items()}
+    tensors["fc.weight"][3, 3] = bad
+    broken = State(LAYOUT, tensors)
+    for arguments in ({"rounding": "stochastic"}, {"rounding": "nearest"}, {"rounding": "dithered", "step": 0.3}):
+        with pytest.raises(QuantizationError, match=r"'fc\.weight'"):
+            quantize_state(broken, seed=0, **arguments)
+    tensors = {**dict(state()), "fc.alpha": torch.tensor(0.0)}
+    with pytest.raises(QuantizationError, match=r"alpha of 'fc\.weight'"):
+        quantize_state(State(LAYOUT, tensors), seed=0, rounding="nearest")
