@@ -174,6 +174,8 @@ class FP8(Strategy):
         lost = [entry for reply, entry in received if entry is not None and _is_lost(reply)]
         received = [(reply, entry) for reply, entry in received if entry is None or not _is_lost(reply)]
         received += self._again(lost)
+        place = {id(entry.models): number for number, entry in enumerate(self._open)}
+        received.sort(key=lambda pair: -1 if pair[1] is None else place[id(pair[1].models)])  # as sent: sums stay equal
         results = [(reply, {}) if entry is None else self._accepted(reply, entry) for reply, entry in received]
         line = self.traffic[-1]
         log(INFO, "fedfp8: %(messages)d messages, %(down)d bytes of models down, %(up)d up", line)
