@@ -89,6 +89,8 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
             f"codes of {plan.name!r} reach {int(codes.max())}; {plan.bits}-bit codes are below {2**plan.bits}: was "
             "another format used?"
         )
+    if lossless and not plan.dithered and not codes.any():
+        return STATIC, b""
     found: list[tuple[int, bytes]] = []
     if lossless and steps.has_ranks(plan, codes) and (plan.reference is not None or plan.dithered):
         found.append(_steps(plan, codes))
@@ -123,6 +125,8 @@ def _decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
             return rawbits.unpack_signed(data, plan.size)
         return rawbits.unpack(data, plan.size, plan.bits, np.uint8)
     if mode == STATIC and not plan.dithered:
+        if not data:
+            return np.zeros(plan.size, np.uint8)
         return stream.decode_bytes(data, plan.size, plan.bits)
     if mode == STATIC:
         return steps.decode(plan, data, None, True)

@@ -130,6 +130,11 @@ def checked_body(payload: bytes, layout: Layout | None) -> tuple[Header, Layout,
         own = _read_layout(reader)
         if own.fingerprint != head.layout_fingerprint:
             raise WireFormatError(f"layout section does not match the layout fingerprint; {AGAIN}")
+        if layout is None and head.reference_fingerprint is None and own.num_elements > 1024 * (64 + len(payload)):
+            raise WireFormatError(
+                f"the payload's own layout has {own.num_elements} elements, too many for its {len(payload)} bytes to "
+                "be believed; if you expect such a model, pass its layout"
+            )
         layout = layout or own
     if layout is None:
         raise WireFormatError(

@@ -17,6 +17,7 @@ from fedfp8.wire.container import AGAIN
 __all__ = ["PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
 
 FIRST_BLOCK = 2048
+FIRST_BYTES = 64  # first block of mode static, which begins knowing nothing
 PIECE = 1 << 15  # elements handled at a time: their scratch stays in the cache
 BYTE_GAIN = 1 << 13  # static tables: the flat prior is worth 8 observations
 
@@ -33,8 +34,8 @@ class Piece(NamedTuple):
     rebuild: bool  # whether the tables are rebuilt after it
 
 
-def pieces(count: int) -> Iterator[Piece]:
-    start, end = 0, FIRST_BLOCK
+def pieces(count: int, first: int = FIRST_BLOCK) -> Iterator[Piece]:
+    start, end = 0, first
     while start < count:
         stop = min(start + PIECE, end, count)
         yield Piece(start, stop, end < count, stop == end < count)
@@ -111,7 +112,7 @@ class Decoder:
 def encode_bytes(codes: np.ndarray, bits: int) -> bytes:
     encoder = Encoder(_flat(bits), codes.size)
     ctx = np.zeros(min(codes.size, PIECE), np.uint16)
-    for piece in pieces(codes.size):
+    for piece in pieces(codes.size, FIRST_BYTES):
         encoder.push(piece, codes[piece.start : piece.stop], ctx[: piece.stop - piece.start])
     return encoder.finish()
 
@@ -120,7 +121,7 @@ def decode_bytes(data: memoryview, count: int, bits: int) -> np.ndarray:
     decoder = Decoder(_flat(bits), count, data)
     codes = np.empty(count, np.uint8)
     ctx = np.zeros(min(count, PIECE), np.uint16)
-    for piece in pieces(count):
+    for piece in pieces(count, FIRST_BYTES):
         decoder.pull(piece, ctx[: piece.stop - piece.start], codes[piece.start : piece.stop])
     decoder.finish()
     return codes
