@@ -29,7 +29,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 74rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd; } h3 { font-size: 1.05rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #e4e4e4; text-align: left; } th { background: #f5f5f5; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #e4e4e4; text-align: left; } td { white-space: nowrap; } th { background: #f5f5f5; }
 img { max-width: 100%; height: auto; display: block; margin: 1rem 0; } .column { width: 34rem; } .page { width: 68rem; }
 .note { color: #555; font-size: .85rem; max-width: 60rem; } summary { cursor: pointer; margin: .3rem 0; }
 """  # noqa: E501

@@ -1,0 +1,57 @@
+"""`fedfp8 report` in a process that cannot import torch."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedfp8.errors import RunError
+from fedfp8.experiments.report import write_report
+from test_experiments_records import write_run
+
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "numba", "safetensors"):
+            raise ImportError(f"{name} must not be imported here")
+sys.meta_path.insert(0, Refuse())
+sys.argv = ["fedfp8", *sys.argv[1:]]
+from fedfp8.cli import main
+main()
+"""
+
+
+def fedfp8(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_report_needs_no_torch_and_no_network(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    write_run(runs, "fp32", 0, [0.4, 0.6], 400, sizes=100)
+    write_run(runs, "uq", 0, [0.4, 0.6], 50, sizes=25)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- records:begin -->\n<!-- records:end -->\n")
+    result = fedfp8("report", str(runs), "--docs", str(page), "--keep", str(tmp_path / "kept"))
+    assert result.returncode == 0, result.stderr
+    text = (runs / "report.html").read_text()
+    sources = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"'\s)>]{1,30})""", text)
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "<script" not in text and "http://" not in text and "https://" not in text
+    for wanted in ("lenet-cifar10-iid", "8.0×", "82.0 ± 0.1", "2 of 2 rounds", "round.count 2 (paper: 1000)"):
+        assert wanted in text
+    for name in ("table1.md", "table1.csv", "table1.json", "figure4.pdf", "lenet-cifar10-iid/compare.png"):
+        assert (runs / name).exists()
+    assert "60.0 / 4.0× raw, 8.0× sent" in page.read_text()
+    kept = tmp_path / "kept" / "lenet-cifar10-iid" / "uq-seed0"
+    assert sorted(file.name for file in kept.iterdir()) == ["config.toml", "history.jsonl", "sizes.json"]
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="has no records"):
+        write_report(tmp_path)
+    result = fedfp8("report", str(tmp_path / "missing"))
+    assert result.returncode == 1 and "is not a folder" in result.stderr and "Traceback" not in result.stderr
