@@ -6,6 +6,7 @@ job that kills two workers is given up and reported as that client's failure.
 """
 
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -126,7 +127,9 @@ class Pool:
         ours, theirs = context.Pipe()
         process = context.Process(target=_worker, args=(theirs, *self._arguments), daemon=True)
         # Ctrl-C on a terminal reaches all processes. It is the server's to handle: it finishes the round. Blocked from
-        # the start, because importing torch takes a worker seconds in which it could not ignore it yet.
+        # the start, because importing torch takes a worker seconds in which it could not ignore it yet. (The tracker's
+        # own start would unblock it, so that comes first.)
+        multiprocessing.resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
