@@ -1,0 +1,238 @@
+"""The client's half of a round: optimizers, FedProx, clipping, formats; and nothing kept between tasks."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fedfp8
+from fedfp8.fl.broadcast import Broadcast
+from fedfp8.fl.client import Client, Task, learning_rate, local_update, minibatches
+from fedfp8.fl.config import Config, LocalConfig
+from fedfp8.fl.federation import Federation, from_tensors
+from fedfp8.fl.links import downlink, receive_up, uplink
+from fedfp8.fl.simulate import run_round, sample
+from fedfp8.fp8 import Format, quantize
+from fedfp8.rng import derive_seed
+from fedfp8.wire import header
+from fl_tools import Inline, own_data, start, tiny
+
+
+def federation_of(config: Config, model: nn.Module | None = None) -> Federation:
+    torch_model = model or nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        for i, p in enumerate(torch_model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
+    return from_tensors(config, torch_model, own_data(), own_data(1, seed=9)[0])
+
+
+def trained(local: LocalConfig, rate: float | None = None, method: str = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights before, weights after) a local update of client 0."""
+    config = tiny(method)
+    federation = federation_of(config)
+    model = federation.network(config)
+    flat = lambda: torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])  # noqa: E731
+    before = flat()
+    local_update(model, federation, 0, local, rate or local.lr, torch.Generator().manual_seed(3))
+    return before, flat()
+
+
+def moved(local: LocalConfig, **options) -> float:
+    before, after = trained(local, **options)
+    return float((after - before).norm())
+
+
+PLAIN = LocalConfig(weight_decay=0.0, epochs=10, batch_size=4)
+
+
+def test_fedprox_pulls_towards_what_was_received() -> None:
+    distances = [moved(replace(PLAIN, prox=mu)) for mu in (0.0, 0.1, 1.0, 5.0)]
+    assert distances == sorted(distances, reverse=True) and distances[-1] < 0.3 * distances[0]
+
+
+def test_fedprox_is_the_gradient_of_its_term() -> None:
+    """Two full-batch steps by hand: the term vanishes in the first and is mu * (w1 - w0) in the second."""
+    local, mu, lr = LocalConfig(weight_decay=0.0, epochs=2, batch_size=100), 0.7, 0.1
+    w0, plain = trained(local)
+    _, proximal = trained(replace(local, prox=mu))
+    _, one_step = trained(replace(local, epochs=1))
+    assert torch.allclose(proximal, plain - lr * mu * (one_step - w0), atol=1e-6)
+
+
+def test_clip_norm_bounds_every_step() -> None:
+    local = replace(PLAIN, epochs=0, steps=5)
+    free = moved(local)
+    assert moved(replace(local, clip_norm=0.01)) <= 5 * local.lr * 0.01 * (1 + 1e-5) < free
+    assert moved(replace(local, clip_norm=1e6)) == free
+
+
+def test_weight_decay_leaves_ranges_alone() -> None:
+    """With no data to learn from (all inputs 0, uniform labels) only decay moves anything."""
+    config = tiny("uq", local__weight_decay=0.5)
+    federation = federation_of(config)
+    federation.train_x.zero_()
+    model = federation.network(config)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    local = LocalConfig(weight_decay=0.5, epochs=0, steps=1, batch_size=12)
+    local_update(model, federation, 0, local, 0.1, torch.Generator().manual_seed(0))
+    after = dict(model.named_parameters())
+    assert torch.allclose(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.5), atol=1e-6)
+    assert torch.equal(after["0.alpha"], before["0.alpha"])
+
+
+def test_optimizers_differ_and_start_afresh_in_every_round(tmp_path: Path) -> None:
+    assert moved(replace(PLAIN, optimizer="adamw", lr=0.01)) != moved(replace(PLAIN, lr=0.01))
+    # AdamW's first step is the learning rate for every weight with a gradient, whatever the gradient
+    before, after = trained(replace(PLAIN, optimizer="adamw", lr=0.01, epochs=0, steps=1))
+    steps = (after - before).abs()
+    assert float(steps.max()) <= 0.01 * 1.001 and float((steps > 0.0099).float().mean()) > 0.5
+    config = tiny("dq", local__optimizer="adamw", local__lr=0.01, local__momentum=0.0)
+    federation, server, store = start(config, tmp_path, federation_of(config))
+    client = Client(config, federation, store)
+    payload = Broadcast(config, server, store).payload(downlink(config, "E4M3"), 0)
+    first, second = client.train(Task(1, 0, payload)), client.train(Task(1, 0, payload))
+    assert first.payload == second.payload
+
+
+@pytest.mark.parametrize("settings", [{}, {"qat__rounding": "stochastic"}, {"local__momentum": 0.9}])
+def test_a_client_leaves_nothing_behind_for_the_next(settings: dict, tmp_path: Path) -> None:
+    """Client 1 sends the same bytes whether or not client 0 (or a failing task) trained before it in this process."""
+    config = tiny("uq", **settings)
+    federation, server, store = start(config, tmp_path, federation_of(config))
+    payload = Broadcast(config, server, store).payload(downlink(config, "E4M3"), 1)
+    alone = Client(config, federation, store).train(Task(1, 1, payload))
+    busy = Client(config, federation, store)
+    busy.train(Task(1, 0, payload))
+    federation.train_x[federation.parts[2]] = float("nan")
+    with pytest.raises(fedfp8.errors.QuantizationError):
+        busy.train(Task(1, 2, payload))
+    assert busy.train(Task(1, 1, payload)).payload == alone.payload
+
+
+def test_cosine_decay_over_rounds() -> None:
+    config = tiny("uq", 10, local__schedule="cosine", local__lr=0.2)
+    rates = [learning_rate(config, r) for r in range(1, 11)]
+    assert rates[0] == pytest.approx(0.2) and rates == sorted(rates, reverse=True) and rates[-1] > 0
+    assert rates[5] == pytest.approx(0.2 * 0.5 * (1 + math.cos(math.pi * 5 / 10)))
+    assert {learning_rate(tiny("uq", 10), r) for r in range(1, 11)} == {0.1}
+
+
+def test_range_learning_rate() -> None:
+    """A range rate of (almost) nothing keeps the ranges where they are; the schedule scales it along."""
+
+    def alpha(range_lr: float, rate: float = 0.1) -> float:
+        config = tiny("uq")
+        federation = federation_of(config)
+        model = federation.network(config)
+        local = replace(PLAIN, range_lr=range_lr)
+        before = model[0].alpha.item()
+        local_update(model, federation, 0, local, rate, torch.Generator().manual_seed(3))
+        return abs(model[0].alpha.item() - before)
+
+    assert alpha(0.0) == alpha(0.1) > 1e-4 and alpha(1e-7) < 1e-6
+
+
+def test_epochs_and_steps() -> None:
+    part = torch.arange(100, 110)
+
+    def batches(**local: int) -> list[list[int]]:
+        config = LocalConfig(batch_size=4, **local)
+        return [b.tolist() for b in minibatches(part, config, torch.Generator().manual_seed(0))]
+
+    epochs = batches(epochs=3)
+    assert [len(b) for b in epochs] == [4, 4, 2] * 3
+    for i in range(3):
+        assert sorted(x for batch in epochs[3 * i : 3 * i + 3] for x in batch) == part.tolist()
+    assert epochs[:3] != epochs[3:6]
+    for steps in (1, 3, 5, 7):
+        assert batches(epochs=0, steps=steps) == epochs[:steps]
+
+
+def test_sampling() -> None:
+    config = tiny("uq", clients__fraction=0.3)
+    cohorts = [sample(config, list(range(0, 40, 2)), r) for r in range(200)]
+    assert all(len(set(c)) == 6 and c == sorted(c) and all(k % 2 == 0 for k in c) for c in cohorts)
+    counts = torch.bincount(torch.tensor(cohorts).view(-1), minlength=40)[::2]
+    # Each client is in a cohort with probability 0.3: 60 of 200 rounds, deviation 6.5; five of them for 20 clients
+    assert float((counts - 60).abs().max()) < 5 * 6.5
+    assert sample(config, [7], 1) == [7] and len({tuple(c) for c in cohorts}) > 150
+
+
+# Formats
+
+
+def test_mixed_formats_in_one_run(tmp_path: Path) -> None:
+    config = tiny("uq", clients__fraction=1.0, clients__formats="0=FP32,1=E5M2,2=E3M4", wire__lossless=False)
+    federation, server, store = start(config, tmp_path)
+    workers = Inline(config, federation, tmp_path)
+    after, record = run_round(server, config, federation, workers, store)
+    assert record.rejected == []
+    weights = sum(s.size for s in server.state.layout if s.kind == "fp8")
+    for sizes in ([len(p) for p in workers.down], [len(p) for p in workers.up]):
+        assert sizes[0] > 4 * weights and all(weights < size < 1.2 * weights for size in sizes[1:])
+    layouts = [header(p).layout_fingerprint for p in workers.up]
+    assert len(set(layouts[1:])) == 3 and layouts[3] == layouts[4] == layouts[5]
+    betas = [n for n in after.state if n.endswith("beta")]
+    only_fp8 = tiny("uq", clients__fraction=1.0, clients__formats="1=E5M2,2=E3M4")
+    fp8_federation, fp8_server, fp8_store = start(only_fp8, tmp_path / "b")
+    reference, _ = run_round(
+        fp8_server, only_fp8, fp8_federation, Inline(only_fp8, fp8_federation, tmp_path / "b"), fp8_store
+    )
+    for name in betas:  # the FP32 client has seen no ranges and must not pull them to 0
+        assert float(after.state[name]) == pytest.approx(float(reference.state[name]), rel=0.2)
+
+
+def test_fp32_clients_train_in_float(tmp_path: Path) -> None:
+    """Their update is the one that plain FedAvg would make from the same start: no rounding, no ranges moved."""
+    config = tiny("uq", clients__fraction=1.0, clients__formats="FP32")
+    federation, server, store = start(config, tmp_path, federation_of(config))
+    after, _ = run_round(server, config, federation, Inline(config, federation, tmp_path), store)
+    plain = tiny("fp32", clients__fraction=1.0)
+    other, plain_server, plain_store = start(plain, tmp_path / "b", federation_of(plain))
+    wanted, _ = run_round(plain_server, plain, other, Inline(plain, other, tmp_path / "b"), plain_store)
+    assert all(torch.equal(after.state[n], wanted.state[n]) for n in wanted.state)
+    alphas = [n for n in server.state if n.endswith("alpha")]
+    assert all(torch.equal(after.state[n], server.state[n]) for n in alphas)
+
+
+def test_a_format_for_each_direction(tmp_path: Path) -> None:
+    config = tiny("uq", up__format="E5M2", down__format="E3M4")
+    federation, server, store = start(config, tmp_path)
+    workers = Inline(config, federation, tmp_path)
+    _, record = run_round(server, config, federation, workers, store)
+    assert record.rejected == []
+    client, broadcast = record.clients[0], Broadcast(config, server, store)
+    sent = broadcast.sent(downlink(config, "E4M3"))
+    seed = derive_seed(config.seed, "up", 1, client)
+    update = receive_up(workers.up[0], server.state.layout, uplink(config, "E4M3"), sent, seed)
+    for spec in update.layout:
+        if spec.kind == "fp8":
+            for state, format in ((sent, Format(3, 4)), (update, Format(5, 2))):
+                values, alpha = state[spec.name], state[spec.range]
+                assert torch.equal(quantize(values, alpha, format), values)
+                assert not torch.equal(quantize(values, alpha, Format(4, 3)), values)
+
+
+def test_mixed_directions() -> None:
+    """Every field of a method stays reachable: dithered up and FP8 down, float up and nearest down."""
+    for up, down in (("dithered", "stochastic"), ("none", "nearest"), ("nearest", "dithered")):
+        history = fedfp8.run(tiny("uq", 1, up__rounding=up, down__rounding=down))
+        assert history.rounds[-1]["rejected"] == [] and history.rounds[-1]["notes"] == []
+
+
+def test_dq_keeps_the_central_model(tmp_path: Path) -> None:
+    """With next to no learning, `preserve` leaves the server's model where it is, up to the uplink's noise (steps of
+    rms/128 where nothing moved: 0.2 % of the weights' norm of 4). Without it every round adds the downlink's noise of
+    0.3/sqrt(12) = 9 % of the norm, 0.35, and four rounds twice that."""
+
+    def drift(**settings: object) -> float:
+        config = tiny("dq", 4, local__lr=1e-8, local__weight_decay=0.0, wire__client_cache=False, **settings)
+        history = fedfp8.run(config)
+        start_ = fedfp8.fl.federation.build(config).model.state_dict()
+        return float(sum((history.state[n] - t).norm() ** 2 for n, t in start_.items())) ** 0.5
+
+    kept, lost = drift(), drift(dq__preserve=False)
+    assert kept < 0.02 and lost > 0.5, (kept, lost)
