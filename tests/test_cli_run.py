@@ -1,0 +1,189 @@
+"""`fedfp8 run`, `resume`, `compare`, `demo` as a user meets them: exit codes, files, JSON lines, messages."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fedfp8
+from fedfp8 import cli
+from fedfp8.fl import from_dict
+from fl_tools import TINY, command, comparable, settings_of, tiny
+
+
+@pytest.fixture
+def fedfp8_command(monkeypatch, capsys):
+    """Runs the command in this process: (exit code, standard output, standard error)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedfp8", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_run_writes_its_records_and_one_json_line_a_round(fedfp8_command, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["--method", "dq", "--rounds", "2", "--seed", "3", "--workers", "0", "--out", str(folder), *settings_of()]
+    code, out, err = fedfp8_command("run", *options)
+    assert code == 0 and err == ""
+    lines = [json.loads(line) for line in out.splitlines()]
+    written = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [{k: v for k, v in line.items() if k != "run"} for line in lines] == written
+    assert {line["run"] for line in lines} == {"dq"} and [line["round"] for line in lines] == [0, 1, 2]
+    for line in written:
+        assert {"round", "bytes_down", "bytes_up", "bytes_total", "clients", "rejected", "seconds"} <= set(line)
+    assert {"train", "server", "evaluate", "total"} <= set(written[-1]["seconds"])
+    assert from_dict(tomllib.loads((folder / "config.toml").read_text())) == tiny("dq", 2, seed=3)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"] and summary["accuracy"] == written[-1]["accuracy"]
+    assert summary["bytes_down"] + summary["bytes_up"] == summary["bytes_total"] == written[-1]["bytes_total"]
+    assert comparable(written) == comparable(fedfp8.run(tiny("dq", 2, seed=3)).rounds)
+    code, out, _ = fedfp8_command("resume", str(folder), "--workers", "0")
+    assert code == 0 and out == ""  # nothing was left to do
+    code, _, err = fedfp8_command("run", *options)
+    assert code == 1 and "holds a run already" in err and "Traceback" not in err
+
+
+def test_run_from_a_config_file(fedfp8_command, tmp_path: Path) -> None:
+    sections: dict[str, list[str]] = {}
+    for key, value in TINY.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, []).append(f"{name} = {value}")
+    text = 'method = "bq"\n' + "".join(f"[{s}]\n" + "\n".join(v) + "\n" for s, v in sections.items())
+    (tmp_path / "mine.toml").write_text(text + "[round]\ncount = 5\n")
+    out = ["--rounds", "1", "--workers", "0", "--no-lossless", "--eval-every", "7", "--out", str(tmp_path / "run")]
+    code, _, err = fedfp8_command("run", str(tmp_path / "mine.toml"), *out)
+    assert code == 0, err
+    written = from_dict(tomllib.loads((tmp_path / "run/config.toml").read_text()))
+    assert written == tiny("bq", 1, wire__lossless=False, round__eval_every=7)
+    # Its own config.toml is complete: the same run again, under another method
+    code, _, err = fedfp8_command(
+        "run", str(tmp_path / "run/config.toml"), "--method", "fp32", "--workers", "0", "--out", str(tmp_path / "again")
+    )
+    assert code == 0, err
+    assert json.loads((tmp_path / "again/summary.json").read_text())["method"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["run", "--preset", "digit"], "did you mean digits"),
+        (["run", "--method", "uq++"], "choose one of fp32, bq, uq"),
+        (["run", "--set", "dq.kapa_up=4"], "did you mean dq.kappa_up"),
+        (["run", "--set", "dq.kappa_up"], "section.field=value"),
+        (["run", "--set", "method=dq"], "use --method"),
+        (
+            ["run", "--set", "server.optimize=true", "--method", "dq"],
+            "server.optimize=true and down.rounding='dithered'",
+        ),
+        (["run", "nowhere.toml"], "nowhere.toml cannot be read as a config"),
+        (["run", "x.toml", "--preset", "digits"], "choose one to start from"),
+        (["resume", "nowhere"], "nowhere is not a run folder"),
+        (["compare", "--methods", ","], "give lists such as"),
+        (["compare", "--seeds", "0,x"], "give lists such as"),
+        (["compare", "--methods", "fp32,xq"], "method 'xq' is unknown"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_1(arguments, says, fedfp8_command, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = fedfp8_command(*arguments)
+    assert code == 1 and out == "" and err.startswith("error: ") and "Traceback" not in err
+    assert says in " ".join(err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_do_not_exist(fedfp8_command) -> None:
+    code, _, err = fedfp8_command("run", "--round", "3")
+    assert code == 2 and "--rounds" in err
+    assert fedfp8_command("run", "--rounds", "0")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["run", "resume", "compare", "demo"])
+def test_help(name: str, fedfp8_command) -> None:
+    code, out, _ = fedfp8_command(name, "--help")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert code == 0 and "--workers" in plain
+    if name == "run":
+        assert all(word in plain for word in ("--set", "--method", "--preset", "--no-lossless", "fp32", "dq"))
+
+
+def test_compare_runs_all_methods_and_resumes(fedfp8_command, tmp_path: Path) -> None:
+    out = tmp_path / "all"
+    arguments = [
+        "compare",
+        "--methods",
+        "fp32,dq",
+        "--seeds",
+        "0,1",
+        "--rounds",
+        "2",
+        "--workers",
+        "0",
+        "--out",
+        str(out),
+    ]
+    code, text, err = fedfp8_command(*arguments, *settings_of())
+    assert code == 0, err
+    for name in ("compare.md", "compare.png", "compare.json"):
+        assert (out / name).stat().st_size > 0 and str(out / name) in text
+    folders = [out / "digits" / f"{m}-seed{s}" for m in ("fp32", "dq") for s in (0, 1)]
+    before = [(f / "history.jsonl").read_bytes() for f in folders]
+    totals = [json.loads((f / "summary.json").read_text())["bytes_total"] for f in folders]
+    assert min(totals[:2]) > 5 * max(totals[2:])
+    code, _, _ = fedfp8_command(*arguments, *settings_of())  # finished runs are not repeated
+    assert code == 0 and [(f / "history.jsonl").read_bytes() for f in folders] == before
+    code, _, err = fedfp8_command(*arguments, *settings_of(**{"local.steps": 3}))
+    assert code == 1 and "holds a run with other settings" in err
+    methods = json.loads((out / "compare.json").read_text())
+    assert "fp32" in json.dumps(methods) and "dq" in json.dumps(methods)
+
+
+def test_demo(fedfp8_command, tmp_path: Path) -> None:
+    code, out, err = fedfp8_command("demo", "--rounds", "1", "--workers", "0", "--out", str(tmp_path / "demo"))
+    assert code == 0, err
+    assert out.startswith("Five ways") and (tmp_path / "demo/compare.png").exists()
+    assert len(list((tmp_path / "demo/digits").iterdir())) == 5
+
+
+def test_tensorboard_scalars(fedfp8_command, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["run", "--tensorboard", "--rounds", "2", "--workers", "0", "--out", str(folder), *settings_of()]
+    assert fedfp8_command(*options)[0] == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(folder / "tb")).Reload()
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    for name in ("accuracy", "bytes_total"):
+        found = [(e.step, e.value) for e in log.Scalars(name)]
+        assert [step for step, _ in found] == [0, 1, 2]
+        assert [value for _, value in found] == pytest.approx([line[name] for line in history])
+    events = sorted(folder.glob("tb/*"))
+    assert fedfp8_command(*options)[0] == 1  # refused: and nothing is added to the log of the run that is there
+    assert sorted(folder.glob("tb/*")) == events
+
+
+def test_the_installed_command_in_its_own_process(tmp_path: Path) -> None:
+    """With workers and a pipe for a terminal: JSON lines only, nothing else."""
+    process = command("run", "--rounds", "1", "--workers", "2", "--out", str(tmp_path / "run"), *settings_of())
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and err == ""
+    assert [json.loads(line)["round"] for line in out.splitlines()] == [0, 1]
+
+
+def test_the_example_with_own_model_and_data() -> None:
+    script = Path(__file__).parents[1] / "examples/own_model.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
+    assert accuracy > 80
