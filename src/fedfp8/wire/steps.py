@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["decode", "encode", "has_ranks", "predicted"]
 
 GAIN = 1 << 8  # a count weighs as much as this prior mass of 2**16: the prior is worth 256 observations
-FIT = 1 << 11  # elements on which shape and scale are chosen
+FIT = 1 << 12  # elements on which shape and scale are chosen; at most a piece
 LARGEST = 1 << 30  # dithered integers beyond this go raw
 FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any code, within int32
 

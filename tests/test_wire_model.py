@@ -1,0 +1,171 @@
+"""The coder's parts: tables, priors, and rANS against constriction as the oracle; rates against the entropy bound."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import constriction
+import numpy as np
+import pytest
+import torch
+
+from fedfp8 import E4M3, Format
+from fedfp8.fp8 import hash_uniform
+from fedfp8.state import quantize_state
+from fedfp8.wire import codec, kernels, model, steps, stream
+from wire_cases import bell
+
+FORMATS = [None] + [Format(e, m) for e in range(2, 6) for m in range(6) if 4 <= 1 + e + m <= 8]
+
+
+def bench_wire() -> ModuleType:
+    path = Path(__file__).parents[1] / "benchmarks" / "bench_wire.py"
+    spec = importlib.util.spec_from_file_location("bench_wire", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCH = bench_wire()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name if f else "uniform")
+def test_priors_are_distributions(format: Format | None) -> None:
+    """Rows sum to 2**16 up to the token floors and what lies beyond the last step; intervals do not overlap."""
+    grid = model.grid_of(format)
+    order = [*range(model.TOKENS - 2, 0, -2), 0, *range(1, model.TOKENS - 1, 2)]  # from the lowest step to the highest
+    lo, hi = grid.lo[:, order], grid.hi[:, order]
+    assert (hi >= lo).all() and np.array_equal(lo[:, 1:], hi[:, :-1])
+    for shape in range(len(model.SHAPES)):
+        for scale in (80, 120, 136, 160):
+            prior, row = model.prior_of(grid, shape, scale)
+            sigma = float(model.sigma_of(grid, scale).max())
+            total = prior.sum(axis=1)
+            assert (total <= 65536 + 2 * model.TOKENS).all()
+            if sigma < 8:
+                assert (total[(prior > 0).all(axis=1)] > 65536 * 0.97).all()  # narrow rows leave some to the escape
+            assert int(row.max()) == len(prior) - 1
+
+
+def test_shapes_are_what_they_are_called() -> None:
+    """Areas against closed forms: the integral of mass(z) is E[max(|Z|...)], checked by differences."""
+    z = np.arange(model.LENGTH + 1) / model.PER_UNIT
+    mass = np.diff(model.SHAPES[0]) * model.PER_UNIT
+    exact = np.array([0.5 * math.erf((x + 0.5 / model.PER_UNIT) / math.sqrt(2)) for x in z[:-1]])
+    assert np.abs(mass - exact).max() < 1e-3
+    rate = math.sqrt(2)
+    laplace = 0.5 * (1 - np.exp(-rate * (z[:-1] + 0.5 / model.PER_UNIT)))
+    assert np.abs(np.diff(model.SHAPES[1]) * model.PER_UNIT - laplace).max() < 1e-3
+
+
+def test_log2_table() -> None:
+    f = np.arange(1, 1 << 16)
+    assert np.abs(model.LOG2[f] / 256 - (16 - np.log2(f))).max() < 0.01
+
+
+def test_tables_are_exact_partitions_of_two_to_the_sixteen() -> None:
+    rng = np.random.default_rng(0)
+    for tokens, rows in ((64, 7), (256, 1), (16, 1)):
+        prior = rng.integers(0, 3000, (rows, tokens)).astype(np.uint32)
+        prior[:, 0] += 1
+        tables = stream.Tables(prior, np.zeros(256, np.uint8), 256)
+        tables.counts[:] = rng.integers(0, 1 << 20, tables.counts.size) * (rng.random(tables.counts.size) < 0.3)
+        tables.rebuild()
+        entries = tables.entries.reshape(rows, tokens).astype(np.int64)
+        start, frequency = entries >> 16, entries & 0xFFFF
+        assert (frequency.sum(1) == 65536).all()
+        assert (start == np.cumsum(frequency, axis=1) - frequency).all()
+        assert ((frequency > 0) >= (prior > 0)).all()
+        for bucket in range(1 << tables.lut_bits):
+            first = tables.lut.reshape(rows, -1)[:, bucket]
+            slot = bucket << (16 - tables.lut_bits)
+            assert (start[np.arange(rows), first] <= slot).all()
+
+
+@pytest.mark.parametrize("n", [1, 5, 4000, 100_003])
+def test_rans_is_as_short_as_constriction(n: int) -> None:
+    """Same symbols, same probabilities: within the states' 8 bytes a lane and two words of an exact ANS coder."""
+    rng = np.random.default_rng(n)
+    symbols = np.minimum(np.abs(rng.normal(0, 9, n)).astype(np.int64), 63).astype(np.uint8)
+    tables = stream.Tables(
+        np.bincount(symbols, minlength=64)[None].astype(np.uint32) * 16 + 1, np.zeros(256, np.uint8), 1
+    )
+    entries = np.empty(n, np.uint32)
+    kernels.look_up(symbols, np.zeros(n, np.uint16), tables.row, 64, tables.entries, tables.counts, False, entries)
+    states = np.full(stream.lanes_for(n), kernels.LOW, np.uint64)
+    words = np.empty(n // 2 + 2, np.uint32)
+    ours = words.size - kernels.rans_encode(entries, states, words)
+    coder = constriction.stream.stack.AnsCoder()
+    frequency = (tables.entries & 0xFFFF).astype(np.float64)
+    family = constriction.stream.model.Categorical(frequency / 65536, perfect=False)
+    coder.encode_reverse(symbols.astype(np.int32), family)
+    assert abs(4 * ours + 8 * len(states) - 4 * len(coder.get_compressed())) <= 8 * len(states) + 8 + 0.0005 * ours * 4
+
+
+def test_contexts_by_hand() -> None:
+    """Places and classes of the uniform grid, recomputed in float64 from the dice."""
+    old = bell(20000)
+    state = BENCH.one(old, 1.0)
+    q = quantize_state(state, seed=3, rounding="dithered", step={"w": 0.37})
+    plan = next(codec.plans(q, state))
+    pred, ctx = steps.Predictor(plan, plan.reference, True)(0, 20000)
+    y = (old * np.float32(1 / np.float64(np.float32(0.37)))).double() + hash_uniform(plan.seed, 20000).double()
+    safe = ((y * 32) - (y * 32).round()).abs() > 1e-4  # not within float32's rounding of a boundary
+    place = ((y - y.floor()) * 32).floor().long()
+    size = float(old.double().square().mean().sqrt())
+    level = (old.abs() > size / 2).long() + (old.abs() > size * 1.5).long()
+    expected = level * 16 + torch.where(place >= 16, 31 - place, place)
+    assert np.array_equal(pred[safe.numpy()], y.floor().int().numpy()[safe.numpy()])
+    assert np.array_equal((ctx & 0xFF)[safe.numpy()], expected.numpy()[safe.numpy()])
+    assert np.array_equal((ctx >> 15 == 1)[safe.numpy()], (place >= 16).numpy()[safe.numpy()])
+
+
+PAIRS = {name: (q, reference) for name, q, reference in BENCH.synthetic(1 << 18)}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rate_is_near_the_conditional_entropy(name: str) -> None:
+    """Within 3 % + 200 bytes, at 2**18 weights, of the empirical entropy with its own bias taken out (Miller-Madow)."""
+    (row,) = BENCH.rates(*PAIRS[name])
+    assert row["mode"] == "reference"
+    assert row["bits"] <= 1.03 * row["corrected"] + 1600 / row["elements"]
+
+
+@pytest.mark.parametrize("name", [n for n in PAIRS if "dithered" in n])
+def test_dithered_rate_is_near_the_plain_entropy_even_for_small_tensors(name: str) -> None:
+    q, reference = next((q, r) for n, q, r in BENCH.synthetic(20_000) if n == name)
+    (row,) = BENCH.rates(q, reference)
+    assert row["budget_used"] <= 1.0
+
+
+def test_a_twenty_thousand_weight_tensor_still_gains() -> None:
+    """Reference mode below 1.5 bits where static needs 6."""
+    q, reference = next((q, r) for n, q, r in BENCH.synthetic(20_000) if n.startswith("fp8, move 0.02"))
+    (row,) = BENCH.rates(q, reference)
+    alone = codec.encode(next(codec.plans(q, None)), q.codes["w"].numpy(), True)
+    assert row["bits"] < 1.5 and 8 * len(alone[1]) / 20_000 > 6
+
+
+def test_static_rate_is_at_the_entropy() -> None:
+    codes = quantize_state(BENCH.one(bell(1 << 18), 2.0), seed=1).codes["w"].numpy()
+    counts = np.bincount(codes, minlength=256)
+    bound = -sum(c * math.log2(c / codes.size) for c in counts if c)
+    data = stream.encode_bytes(codes, E4M3.bits)
+    assert 8 * len(data) < 1.01 * bound + 8 * 200
+
+
+def test_extra_memory_is_bounded() -> None:
+    """At most 8 bytes a weight beside input and output, both ways, and a fixed scratch for one piece."""
+    import tracemalloc
+
+    q, reference = PAIRS["fp8, move 0.1, alpha x 1.0"]
+    plan, codes = next(codec.plans(q, reference)), q.codes["w"].numpy()
+    mode, data = codec.encode(plan, codes, True)
+    for run in (lambda: codec.encode(plan, codes, True), lambda: codec.decode(plan, mode, memoryview(data))):
+        tracemalloc.start()
+        run()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 * plan.size + len(data) + plan.size + 24 * stream.PIECE
