@@ -14,7 +14,7 @@ from fedfp8.experiments.jobs import Job, plan
 from fedfp8.experiments.paper import Cell, PaperTable, Reported
 from fedfp8.experiments.records import read_run
 from fedfp8.experiments.reproduce import Clock, plan_table, run_jobs
-from fedfp8.experiments.sizes import measure_sizes
+from fedfp8.experiments.sizes import measure_missing, measure_sizes
 from fedfp8.fl.federation import build
 
 SMALL = {
@@ -93,6 +93,9 @@ def test_raw_sizes_are_those_of_a_run_without_the_lossless_stage(tmp_path: Path,
     for line in read_run(tmp_path).history[1:]:
         assert line["bytes_down"] == len(line["clients"]) * sizes["down_raw"]
         assert line["bytes_up"] == len(line["clients"]) * sizes["up_raw"]
+    assert measure_missing(tmp_path) == []
+    (tmp_path / "sizes.json").unlink()
+    assert measure_missing(tmp_path) == [tmp_path]
     raw, sent = read_run(tmp_path).raw_points, read_run(tmp_path).points
     assert raw == sent
 

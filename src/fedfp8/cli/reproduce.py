@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from fedfp8.errors import ConfigError
 
@@ -119,7 +119,7 @@ def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int) -> Non
     from fedfp8.experiments.reproduce import clock_for, run_jobs
 
     done = sum(job.status == "done" for job in jobs)
-    typer.echo(f"{len(jobs)} runs, {done} of them done. Timing a few steps ...")
+    typer.echo(f"{len(jobs)} runs, {done} of them done." + (" Timing a few steps ..." if done < len(jobs) else ""))
     with Overall(jobs, clock_for(jobs, workers)) as overall:
         complete = run_jobs(experiment, jobs, out, workers=workers, on_round=overall.round)
     if not complete:
@@ -138,7 +138,7 @@ class Overall:
         self._said = float("-inf")
         self._accuracy: dict[str, str] = {}
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(),
+            TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.percentage:>3.0f} %"),
             TextColumn("{task.fields[left]} left"), console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("starting", total=max(clock.total, 1e-9), left=self._left())
@@ -159,15 +159,15 @@ class Overall:
         self.clock.round(job, line)
         if line.get("accuracy") is not None:
             self._accuracy[job.name] = f"{100 * line['accuracy']:.1f} %"
-        place = f"[{self.jobs.index(job) + 1}/{len(self.jobs)}]"
-        text = f"{place} {job.name}: round {line['round']}/{job.rounds}, accuracy {self._accuracy.get(job.name, '–')}"
-        self._bar.update(
-            self._task, completed=self.clock.expected, left=self._left(), description=text.replace("[", "\\[", 1)
-        )
+        place, accuracy = f"{self.jobs.index(job) + 1}/{len(self.jobs)}", self._accuracy.get(job.name, "–")
+        short = f"{place} {job.folder.parent.name}/{job.folder.name} {line['round']}/{job.rounds} {accuracy}"
+        self._bar.update(self._task, completed=self.clock.expected, left=self._left(), description=short)
         now, last = time.monotonic(), line["round"] == job.rounds
         if not self.console.is_terminal and (last or now - self._said >= self.quiet):
             self._said = now
-            typer.echo(f"{text}, {self._left()} left")
+            typer.echo(
+                f"{place} {job.name}: round {line['round']}/{job.rounds}, accuracy {accuracy}, {self._left()} left"
+            )
 
 
 def report(
@@ -178,8 +178,15 @@ def report(
     keep: Annotated[
         Path | None, typer.Option(help="Also copy the small records (no checkpoints) into this folder.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="First measure raw message sizes of finished runs that lack them (torch).")
+    ] = False,
 ) -> None:
     """Tables, plots and report.html again from the records, without torch."""
+    if measure:
+        from fedfp8.experiments.sizes import measure_missing
+
+        typer.echo(f"measured {len(measure_missing(folder))} runs")
     from fedfp8.experiments.paper_tables import paper_runs, update_docs
     from fedfp8.experiments.report import export_records, write_report
 

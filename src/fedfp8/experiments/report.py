@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedfp8.errors import RunError
-from fedfp8.experiments.compare import write_comparison
+from fedfp8.experiments.compare import by_method, write_comparison
 from fedfp8.experiments.figures import draw_figure3, draw_figure4, draw_theory
 from fedfp8.experiments.paper import TABLES, deviations
 from fedfp8.experiments.paper_tables import Groups, machine_of, paper_runs, write_paper_table
@@ -99,7 +99,8 @@ def _cell(folder: Path, cell: str, runs: Sequence[RunRecord]) -> Section:
     rounds = "".join(
         f"<details><summary>{html.escape(NAMES.get(run.method, run.method))}, seed {run.seed}: {run.rounds} of "
         f"{run.planned} rounds, {duration_text(run.seconds)}</summary>{_rounds(run).html()}</details>\n"
-        for run in runs
+        for chosen in by_method(runs).values()
+        for run in chosen
     )
     about = _note(f"{said} Machine: {machine_of(runs)}. Last round: {max(run.date for run in runs)}.")
     return Section(cell, comparison.table.html() + about + _image(folder / "compare.png", "column") + rounds)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import RunError
+from fedfp8.experiments.records import find_runs
 from fedfp8.fl.checkpoint import read_config
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
@@ -22,7 +23,7 @@ from fedfp8.fl.store import read_state, write_atomic
 from fedfp8.state import State, dequantize_state
 from fedfp8.wire import encode
 
-__all__ = ["measure_sizes", "raw_sizes"]
+__all__ = ["measure_missing", "measure_sizes", "raw_sizes"]
 
 
 def measure_sizes(folder: Path) -> dict[str, Any]:
@@ -40,6 +41,15 @@ def measure_sizes(folder: Path) -> dict[str, Any]:
     sizes |= {"measured_on": f"server model after round {saved['round']}", "date": written.date().isoformat()}
     write_atomic(path, json.dumps(sizes, indent=2).encode() + b"\n")
     return sizes
+
+
+def measure_missing(folder: Path) -> list[Path]:
+    """``sizes.json`` for every finished run below `folder` that has a checkpoint but no sizes yet."""
+    found = [run.path for run in find_runs(folder) if run.finished and not run.sizes]
+    missing = [path for path in found if (path / "checkpoint" / "state.json").exists()]
+    for path in missing:
+        measure_sizes(path)
+    return missing
 
 
 def raw_sizes(config: Config, state: State) -> dict[str, Any]:
