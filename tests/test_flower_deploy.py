@@ -1,0 +1,159 @@
+"""A real federation on loopback: SuperLink and SuperNodes as processes, TLS, node keys, and what can go wrong.
+
+One deployment serves all tests, in this order: an honest run during which strangers knock at the door, then (slow) a
+run with a malicious client whose ServerApp is killed and resumed, then one whose SuperNode is killed in mid-round.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("flwr")
+from fedfp8.fl import preset, run
+from fedfp8.flower.certs import make_certs
+from fedfp8.flower.deployment import Deployment, _marked
+from fedfp8.flower.launch import write_app
+
+pytestmark = pytest.mark.deploy
+SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients", "rejected", "accuracy")
+
+
+def config(rounds):
+    return preset("digits", "dq", clients__count=2, clients__fraction=1.0, local__epochs=1, round__count=rounds)
+
+
+def history(out):
+    path = out / "history.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait(condition, seconds, deployment):
+    end = time.monotonic() + seconds
+    while not condition():
+        log = (deployment.folder / "superlink.log").read_text()[-3000:]
+        assert time.monotonic() < end, f"waited {seconds} s in vain; the SuperLink's log ends: {log}"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    with Deployment(tmp_path_factory.mktemp("deployment"), 2) as running:
+        yield running
+    left = {mark: pids for mark in running.marks.values() if (pids := _marked(mark))}
+    assert not left, f"processes left running: {left}"
+
+
+def test_three_rounds_same_bytes_and_strangers_refused(deployment, tmp_path):
+    out = tmp_path / "run"
+    deployment.submit(write_app(tmp_path / "app", config(3), out, nodes=2))
+    foreign = make_certs(tmp_path / "foreign", ["127.0.0.1"], 1)  # another CA, and a key that nobody registered
+    stranger = deployment.start_supernode("stranger", deployment.certs["ca.crt"], foreign["node-0"], 0)
+    no_ca = deployment.start_supernode("no-ca", foreign["ca.crt"], deployment.certs["node-0"], 0)
+    wait(lambda: (out / "summary.json").exists(), 240, deployment)
+    want, got = run(config(3)).rounds, history(out)
+    assert [{k: line[k] for k in SAME} for line in got] == [{k: line[k] for k in SAME} for line in want]
+    assert got[-1]["notes"] == [] and json.loads((out / "summary.json").read_text())["finished"]
+    nodes = json.loads(deployment.flwr("supernode", "list", "fedfp8", "--format", "json"))["nodes"]
+    assert sorted(node["status"] for node in nodes) == ["online", "online"]
+    logs = {name: (deployment.folder / f"{name}.log").read_text() for name in ("stranger", "no-ca")}
+    assert stranger.poll() not in (None, 0) or "authentic" in logs["stranger"].lower(), logs["stranger"][-2000:]
+    assert "certificate" in logs["no-ca"].lower(), logs["no-ca"][-2000:]
+    for process in (stranger, no_ca):
+        deployment.kill(process)
+
+
+MALICIOUS = '''
+"""An honest node whose client 1 lies: garbage, then NaN, then a payload for another model."""
+
+import numpy as np
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from fedfp8.flower import client_app
+from fedfp8.flower.blob import blob_of, record_of
+from fedfp8.nn import state_of
+from fedfp8.state import quantize_state
+from fedfp8.wire import encode
+from fedfp8.wire.container import seal
+
+inner = client_app()
+
+
+def lie(round, payload):
+    if round == 1:
+        return b"garbage" * 1000
+    if round == 2:
+        state, seed = payload[:6], payload[6:22]  # header as it should be, every number of the body NaN
+        return seal(state + seed + payload[22:30] + np.full(len(payload) // 4, np.nan, "<f4").tobytes())
+    return encode(quantize_state(state_of(nn.Linear(4, 4)), seed=1, rounding="none"))
+
+
+def mod(message, context, call_next):
+    reply = inner(message, context)
+    task = message.content.config_records.get("task")
+    if task is not None and task["client"] == 1 and "model" in reply.content.array_records:
+        reply.content["model"] = record_of(lie(task["round"], blob_of(reply.content["model"])))
+    return reply
+
+
+app = ClientApp(mods=[mod])
+for kind in (app.train, app.query):
+    kind()(lambda message, context: message)
+'''
+
+
+def server_apps(deployment):
+    """Pids of the ServerApps that run now."""
+    found = []
+    for pid in deployment.family(deployment.processes[0]):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if b"flwr-serverapp" in file.read():
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_malicious_client_and_killed_server_app(deployment, tmp_path):
+    out, app = tmp_path / "run", tmp_path / "app"
+    write_app(app, config(3), out, nodes=2)
+    (app / "fedfp8_app" / "client.py").write_text(MALICIOUS)
+    deployment.submit(app)
+    wait(lambda: len(history(out)) == 2, 240, deployment)  # the initial model and round 1
+    killed = server_apps(deployment)
+    assert killed
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(5)
+    assert len(history(out)) == 2 and not (out / "summary.json").exists()
+    deployment.submit(app)
+    wait(lambda: (out / "summary.json").exists(), 300, deployment)
+    lines = history(out)
+    assert [line["round"] for line in lines] == [0, 1, 2, 3]
+    assert [[r["client"] for r in line["rejected"]] for line in lines[1:]] == [[1], [1], [1]]
+    reasons = [line["rejected"][0]["reason"] for line in lines[1:]]
+    assert "not a fedfp8 message" in reasons[0] and "layout fingerprint" in reasons[2], reasons
+    assert len({line["model"] for line in lines}) == 4  # client 0 was heard in every round
+
+
+@pytest.mark.slow
+def test_killed_supernode(deployment, tmp_path):
+    out = tmp_path / "run"
+    deployment.submit(write_app(tmp_path / "app", config(3), out, nodes=2, timeout=60))
+    wait(lambda: len(history(out)) == 2, 240, deployment)
+    node = deployment.processes[2]  # SuperLink, node 0, node 1
+    deployment.kill(node, signal.SIGKILL)
+    node.wait()
+    wait(lambda: (out / "summary.json").exists(), 400, deployment)
+    lines = history(out)
+    assert [line["round"] for line in lines] == [0, 1, 2, 3] and lines[1]["rejected"] == []
+    for line in lines[2:]:
+        assert [r["client"] for r in line["rejected"]] == [1]
+        assert re.match("no reply within 60 s|Flower error", line["rejected"][0]["reason"])
+    assert len({line["model"] for line in lines}) == 4
