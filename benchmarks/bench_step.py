@@ -160,15 +160,12 @@ def main() -> None:
     if args.json:
         print(json.dumps(rows, indent=2))
         return
-    print(
-        f"{'model':12} {'format':14} {'float step':>11} {'FP8/float':>10} {'cpu':>6} {'budget':>7} {'memory':>7} {'rss':>6}"
-    )
+    columns = ("float ms", 9), ("FP8/float", 10), ("cpu", 6), ("budget", 7), ("memory", 7), ("rss", 6)
+    print(f"{'model':12} {'format':14}", *(f"{title:>{width}}" for title, width in columns))
     for r in rows:
-        memory = f"{r['memory_ratio']:7.2f}" if "memory_ratio" in r else "      -"
-        memory += f" {r['rss_ratio']:6.2f}" if "rss_ratio" in r else "      -"
-        print(
-            f"{r['model']:12} {r['format']:14} {r['float_ms']:8.1f} ms {r['ratio']:10.3f} {r['cpu_ratio']:6.3f} {r['budget']:7.2f} {memory}"
-        )
+        timed = f"{r['float_ms']:9.1f} {r['ratio']:10.3f} {r['cpu_ratio']:6.3f} {r['budget']:7.2f}"
+        memory = f"{r['memory_ratio']:7.2f} {r['rss_ratio']:6.2f}" if "memory_ratio" in r else "      -      -"
+        print(f"{r['model']:12} {r['format']:14} {timed} {memory}")
 
 
 if __name__ == "__main__":
