@@ -42,6 +42,10 @@ types: $(VENV)/dev.stamp   ## mypy over src
 bench: $(VENV)/dev.stamp   ## the benchmark tables of docs/benchmarks.md
 	@$(BIN)/fedfp8 bench
 
+fuzz: $(VENV)/dev.stamp    ## ten minutes of coverage-guided fuzzing of the decoder (atheris)
+	@$(PIP) install -q --progress-bar off atheris
+	@$(BIN)/python fuzz/fuzz_decode.py -max_total_time=600
+
 build: $(VENV)/dev.stamp   ## a pure-Python wheel in dist/
 	@$(BIN)/python -m build --wheel
 
