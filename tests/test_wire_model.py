@@ -13,7 +13,7 @@ import torch
 from fedfp8 import E4M3, Format
 from fedfp8.fp8 import hash_uniform
 from fedfp8.state import quantize_state
-from fedfp8.wire import codec, kernels, model, steps, stream
+from fedfp8.wire import codec, model, rans, steps, stream
 from wire_cases import bell
 
 FORMATS = [None] + [Format(e, m) for e in range(2, 6) for m in range(6) if 4 <= 1 + e + m <= 8]
@@ -93,10 +93,10 @@ def test_rans_is_as_short_as_constriction(n: int) -> None:
         np.bincount(symbols, minlength=64)[None].astype(np.uint32) * 16 + 1, np.zeros(256, np.uint8), 1
     )
     entries = np.empty(n, np.uint32)
-    kernels.look_up(symbols, np.zeros(n, np.uint16), tables.row, 64, tables.entries, tables.counts, False, entries)
-    states = np.full(stream.lanes_for(n), kernels.LOW, np.uint64)
+    rans.look_up(symbols, np.zeros(n, np.uint16), tables.row, 64, tables.entries, tables.counts, False, entries)
+    states = np.full(stream.lanes_for(n), rans.LOW, np.uint64)
     words = np.empty(n // 2 + 2, np.uint32)
-    ours = words.size - kernels.rans_encode(entries, states, words)
+    ours = words.size - rans.rans_encode(entries, states, words)
     coder = constriction.stream.stack.AnsCoder()
     frequency = (tables.entries & 0xFFFF).astype(np.float64)
     family = constriction.stream.model.Categorical(frequency / 65536, perfect=False)

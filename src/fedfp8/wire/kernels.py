@@ -1,4 +1,4 @@
-"""Numba kernels of the entropy coder: predictions and contexts, tokens, tables and rANS, over pieces of a tensor.
+"""Numba kernels of the entropy coder over pieces of a tensor: predictions and contexts, tokens, priors.
 
 Everything is integer arithmetic, or IEEE float32 and float64 in a fixed order, so both ends agree on every machine. The
 decoding kernels trust nothing: an index that comes from the data is checked before it is used.
@@ -13,7 +13,6 @@ F = np.float32
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 SINGLE = 8  # steps below this have tokens of their own
 FLIP = 0x8000  # bit of a context: the step is coded with its sign turned
-LOW = 1 << 31  # rANS states live in [2**31, 2**63) between symbols
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -176,7 +175,7 @@ def from_ranks(rank, sign_shift, codes):
         codes[i] = U8(rank[i]) if rank[i] >= 0 else U8(sign - rank[i])
 
 
-# Tables: prior plus counts so far, as cumulative frequencies of 2**16 in all
+# Priors: tokens' probabilities from an update distribution
 
 
 @kernel
@@ -215,174 +214,3 @@ def prior_cost(cells, lo, hi, sigma, places, width, table, per_unit, log2):
         f = mass(lo[c, t], hi[c, t], sigma[c], p * side, (p + 1) * side, table, per_unit)
         total += cells[i, 2] * log2[min(f, U32(65535))]
     return total
-
-
-@kernel
-def rebuild(counts, prior_, tokens, gain, entries, lut, lut_bits):
-    """entries[row * tokens + t] = start << 16 | frequency, which is at least 1; lut: the first token of a bucket."""
-    for c in range(counts.size // tokens):
-        base = c * tokens
-        total = U64(0)
-        for t in range(base, base + tokens):
-            total += U64(counts[t]) * U64(gain) + U64(prior_[t])
-        best, largest, left = base, U64(0), U64(65536)
-        for t in range(base, base + tokens):
-            v = U64(counts[t]) * U64(gain) + U64(prior_[t])
-            f = U64(prior_[t] > 0) + v * U64(65536 - tokens) // total  # none for tokens that a row does not have
-            entries[t] = U32(f)
-            left -= f
-            if v > largest:
-                best, largest = t, v
-        entries[best] += U32(left)
-        start, bucket = U32(0), U32(0)
-        for t in range(base, base + tokens):
-            f = entries[t]
-            entries[t] = U32((start << U32(16)) | f)
-            start += f
-            while bucket < U32(1 << lut_bits) and (bucket << U32(16 - lut_bits)) < start:
-                lut[(c << lut_bits) + bucket] = U8(t - base)
-                bucket += U32(1)
-
-
-# rANS: 64-bit states, 32-bit words, 16-bit frequencies; element i belongs to lane i % lanes
-
-
-@kernel
-def look_up(tok, ctx, row, tokens, entries, counts, count, out):
-    """The table entry of every token; counts them if asked to."""
-    tokens = U64(tokens)
-    for i in range(tok.size):
-        at = U64(row[ctx[i] & U16(0xFF)]) * tokens + U64(tok[i])
-        out[i] = entries[at]
-        if count:
-            counts[at] += U32(1)
-
-
-@kernel
-def coded(x, entry):
-    """The state after a symbol: x // f * 2**16 + x % f + start, for its frequency f."""
-    f = U64(entry & U32(0xFFFF))
-    return x + x // f * (U64(65536) - f) + U64(entry >> U32(16))
-
-
-@kernel
-def full(x, entry):
-    """1 if the state must give up a word before the symbol, else 0."""
-    return U64(x >= U64(entry & U32(0xFFFF)) << U64(47))
-
-
-@kernel
-def rans_encode(symbols, states, words):
-    """Last element first, from states of 2**31; words are filled from the end. Returns the index of the first word."""
-    at, i, lanes = U64(words.size), U64(symbols.size), U64(states.size)
-    while i and (i % U64(4) or lanes == U64(1)):
-        i -= U64(1)
-        x, e = states[i % lanes], symbols[i]
-        out = full(x, e)
-        words[at - U64(1)] = U32(x)
-        at -= out
-        states[i % lanes] = coded(x >> (out << U64(5)), e)
-    if i == U64(0):
-        return np.int64(at)
-    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-    while i:
-        i -= U64(4)
-        e0, e1, e2, e3 = symbols[i], symbols[i + U64(1)], symbols[i + U64(2)], symbols[i + U64(3)]
-        o0, o1, o2, o3 = full(x0, e0), full(x1, e1), full(x2, e2), full(x3, e3)
-        # A word is written in any case and stays if `at` moves: no branch to mispredict.
-        words[at - U64(1)] = U32(x3)
-        at -= o3
-        words[at - U64(1)] = U32(x2)
-        at -= o2
-        words[at - U64(1)] = U32(x1)
-        at -= o1
-        words[at - U64(1)] = U32(x0)
-        at -= o0
-        x0, x1 = coded(x0 >> (o0 << U64(5)), e0), coded(x1 >> (o1 << U64(5)), e1)
-        x2, x3 = coded(x2 >> (o2 << U64(5)), e2), coded(x3 >> (o3 << U64(5)), e3)
-    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    return np.int64(at)
-
-
-@kernel
-def beyond(slot, entry):
-    return slot - (entry >> U32(16)) >= (entry & U32(0xFFFF))
-
-
-@kernel
-def before(x, slot, entry):
-    """The state before the symbol that `slot`, the low 16 bits of x, belongs to."""
-    return U64(entry & U32(0xFFFF)) * (x >> U64(16)) + U64(slot - (entry >> U32(16)))
-
-
-# Helpers above take scalars only: an array passed to one would be reference-counted for every element.
-
-
-@kernel
-def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, counts, count, tok):
-    """Tokens of the next elements, the first of which is in lane 0. Returns the next word, beyond the end if short.
-
-    The last four words must be padding.
-    """
-    at, i, n = U64(at), U64(0), U64(tok.size)
-    end, lanes, tokens = U64(words.size - 4), U64(states.size), U64(tokens)
-    low, bits, right = U64(LOW), U64(lut_bits), U32(16 - lut_bits)
-    x0, x1, x2, x3 = states[0], states[U64(1) % lanes], states[U64(2) % lanes], states[U64(3) % lanes]
-    while lanes == U64(4) and i + U64(4) <= n and at <= end:
-        r0, r1 = U64(row[ctx[i] & U16(0xFF)]), U64(row[ctx[i + U64(1)] & U16(0xFF)])
-        r2, r3 = U64(row[ctx[i + U64(2)] & U16(0xFF)]), U64(row[ctx[i + U64(3)] & U16(0xFF)])
-        s0, s1, s2, s3 = U32(x0 & U64(0xFFFF)), U32(x1 & U64(0xFFFF)), U32(x2 & U64(0xFFFF)), U32(x3 & U64(0xFFFF))
-        t0, t1 = r0 * tokens + lut[(r0 << bits) + (s0 >> right)], r1 * tokens + lut[(r1 << bits) + (s1 >> right)]
-        t2, t3 = r2 * tokens + lut[(r2 << bits) + (s2 >> right)], r3 * tokens + lut[(r3 << bits) + (s3 >> right)]
-        e0, e1, e2, e3 = entries[t0], entries[t1], entries[t2], entries[t3]
-        while beyond(s0, e0):
-            t0 += U64(1)
-            e0 = entries[t0]
-        while beyond(s1, e1):
-            t1 += U64(1)
-            e1 = entries[t1]
-        while beyond(s2, e2):
-            t2 += U64(1)
-            e2 = entries[t2]
-        while beyond(s3, e3):
-            t3 += U64(1)
-            e3 = entries[t3]
-        x0, x1, x2, x3 = before(x0, s0, e0), before(x1, s1, e1), before(x2, s2, e2), before(x3, s3, e3)
-        if x0 < low:
-            x0 = (x0 << U64(32)) | U64(words[at])
-            at += U64(1)
-        if x1 < low:
-            x1 = (x1 << U64(32)) | U64(words[at])
-            at += U64(1)
-        if x2 < low:
-            x2 = (x2 << U64(32)) | U64(words[at])
-            at += U64(1)
-        if x3 < low:
-            x3 = (x3 << U64(32)) | U64(words[at])
-            at += U64(1)
-        tok[i], tok[i + U64(1)] = U8(t0 - r0 * tokens), U8(t1 - r1 * tokens)
-        tok[i + U64(2)], tok[i + U64(3)] = U8(t2 - r2 * tokens), U8(t3 - r3 * tokens)
-        if count:
-            counts[t0] += U32(1)
-            counts[t1] += U32(1)
-            counts[t2] += U32(1)
-            counts[t3] += U32(1)
-        i += U64(4)
-    if lanes == U64(4):
-        states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    while i < n and at <= end:
-        r, x = U64(row[ctx[i] & U16(0xFF)]), states[i % lanes]
-        s = U32(x & U64(0xFFFF))
-        t = r * tokens + lut[(r << bits) + (s >> right)]
-        while beyond(s, entries[t]):
-            t += U64(1)
-        x = before(x, s, entries[t])
-        if x < low:
-            x = (x << U64(32)) | U64(words[at])
-            at += U64(1)
-        states[i % lanes] = x
-        tok[i] = U8(t - r * tokens)
-        if count:
-            counts[t] += U32(1)
-        i += U64(1)
-    return np.int64(at)

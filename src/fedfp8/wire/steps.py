@@ -102,12 +102,11 @@ def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """What the sender says about the steps of a tensor, and what it expects its first elements to cost."""
+    """What the sender says about the steps of a tensor."""
 
     shape: int
     scale: int
     shift: int
-    cost: int  # in bits / 256; not sent
 
     def tables(self, plan: "Plan") -> Tables:
         return Tables(*prior_of(grid_of(plan.format), self.shape, self.scale), GAIN)
@@ -116,15 +115,14 @@ class Model:
 def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
     """(whether the prediction used the dice, the data); no data if every code is as predicted from a reference.
 
-    Weights that already sit on the grid are better predicted without the dice: whichever fits the first elements.
+    Weights that already sit on the grid are better predicted without the dice: whichever is nearer for the first ones.
     """
     predictor = Predictor(plan, reference, plan.dice)
-    model = fit(predictor, codes)
     if plan.dice and not plan.dithered:
         without = Predictor(plan, reference, False)
-        other = fit(without, codes)
-        if other.cost < model.cost:
-            predictor, model = without, other
+        if _distance(without, codes) < _distance(predictor, codes):
+            predictor = without
+    model = fit(predictor, codes)
     narrow = narrow_of(grid_of(plan.format), model.scale)
     encoder, extra, moved = Encoder(model.tables(plan), plan.size), _Bits(), False
     for piece in pieces(plan.size):
@@ -178,8 +176,7 @@ def fit(predictor: Predictor, codes: np.ndarray) -> Model:
     if plan.dithered:
         pred, _ = predictor(0, n)
         shift = max(int(np.median(np.abs(codes[:n].astype(np.int64) - pred))).bit_length() - 5, 0)
-    extra = _Bits()
-    tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, extra)
+    tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, _Bits())
     index, count = np.unique((ctx & 0xFF).astype(np.int64) * TOKENS + tok, return_counts=True)
     cells = np.stack([index // TOKENS, index % TOKENS, count], axis=1)
     grid = grid_of(plan.format)
@@ -197,8 +194,15 @@ def fit(predictor: Predictor, codes: np.ndarray) -> Model:
             best = min([best, *((cost(shape, s), s) for s in near)])
         found.append((best[0], shape, best[1]))
         start = min(found)[2]
-    least, shape, scale = min(found)
-    return Model(shape, scale, shift, least + 256 * int(extra.at[0]))
+    _, shape, scale = min(found)
+    return Model(shape, scale, shift)
+
+
+def _distance(predictor: Predictor, codes: np.ndarray) -> int:
+    """How far the first codes are from their predictions: the sum of |step|, large ones cut."""
+    n = min(codes.size, FIT)
+    pred, _ = predictor(0, n)
+    return int(np.minimum(np.abs(predictor.ranks(codes[:n]) - pred), 8).sum())
 
 
 def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: bool) -> np.ndarray:
@@ -211,7 +215,7 @@ def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: b
     bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
     bits.view(np.uint8)[: len(extra)] = extra
     bits = bits.astype(np.uint64, copy=False)
-    tables = Model(shape, scale, shift, 0).tables(plan)
+    tables = Model(shape, scale, shift).tables(plan)
     decoder = Decoder(tables, plan.size, reader.take(reader.left, "symbols"))
     predictor = Predictor(plan, reference, dice)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)

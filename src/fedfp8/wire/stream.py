@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedfp8.errors import WireFormatError
-from fedfp8.wire import kernels
+from fedfp8.wire import rans
 from fedfp8.wire.container import AGAIN
 
 __all__ = ["PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
@@ -55,7 +55,7 @@ class Tables:
         self.rebuild()
 
     def rebuild(self) -> None:
-        kernels.rebuild(self.counts, self.prior, self.tokens, self.gain, self.entries, self.lut, self.lut_bits)
+        rans.rebuild(self.counts, self.prior, self.tokens, self.gain, self.entries, self.lut, self.lut_bits)
 
 
 class Encoder:
@@ -67,14 +67,14 @@ class Encoder:
 
     def push(self, piece: Piece, tok: np.ndarray, ctx: np.ndarray) -> None:
         t, out = self.tables, self.symbols[piece.start : piece.stop]
-        kernels.look_up(tok, ctx, t.row, t.tokens, t.entries, t.counts, piece.counts, out)
+        rans.look_up(tok, ctx, t.row, t.tokens, t.entries, t.counts, piece.counts, out)
         if piece.rebuild:
             t.rebuild()
 
     def finish(self) -> bytes:
-        states = np.full(self.lanes, kernels.LOW, dtype=np.uint64)
+        states = np.full(self.lanes, rans.LOW, dtype=np.uint64)
         words = np.empty(self.symbols.size // 2 + 2, dtype=np.uint32)
-        first = kernels.rans_encode(self.symbols, states, words)
+        first = rans.rans_encode(self.symbols, states, words)
         return states.astype("<u8").tobytes() + words[first:].astype("<u4").tobytes()
 
 
@@ -87,22 +87,26 @@ class Decoder:
         if len(data) < head or (len(data) - head) % 4:
             raise WireFormatError(f"{len(data)} bytes cannot hold {head} bytes of states and whole words; {AGAIN}")
         self.states = np.frombuffer(data[:head], dtype="<u8").astype(np.uint64)
-        self.words = np.concatenate([np.frombuffer(data[head:], dtype="<u4"), np.zeros(4, np.uint32)])  # with padding
+        self.words = np.concatenate([np.frombuffer(data[head:], dtype="<u4"), np.zeros(rans.PADDING, np.uint32)])
         self.at = 0
-        if bool((self.states < kernels.LOW).any()) or bool((self.states >> np.uint64(63)).any()):
+        if bool((self.states < rans.LOW).any()) or bool((self.states >> np.uint64(63)).any()):
             raise WireFormatError(f"a coder state is out of range; {AGAIN}")
 
     def pull(self, piece: Piece, ctx: np.ndarray, tok: np.ndarray) -> None:
-        t = self.tables
+        t, done = self.tables, 0
+        if len(t.lut) == 1 << t.lut_bits and len(self.states) == 4:
+            one = t.entries, t.lut, t.lut_bits, t.counts
+            self.at, done = rans.rans_decode_one(self.states, self.words, self.at, *one, piece.counts, tok)
         table = t.row, t.tokens, t.entries, t.lut, t.lut_bits, t.counts
-        self.at = kernels.rans_decode(self.states, self.words, self.at, ctx, *table, piece.counts, tok)
-        if self.at > len(self.words) - 4:
+        rest = ctx[done:], *table, piece.counts, tok[done:]
+        self.at = rans.rans_decode(self.states, self.words, self.at, *rest)
+        if self.at > len(self.words) - rans.PADDING:
             raise WireFormatError(f"the coded symbols end before the tensor does; {AGAIN}")
         if piece.rebuild:
             t.rebuild()
 
     def finish(self) -> None:
-        if self.at != len(self.words) - 4 or bool((self.states != kernels.LOW).any()):
+        if self.at != len(self.words) - rans.PADDING or bool((self.states != rans.LOW).any()):
             raise WireFormatError(f"the coded symbols do not end where they should; {AGAIN}")
 
 
