@@ -111,6 +111,20 @@ def test_other_dtypes_are_float32_inside(dtype: torch.dtype, rounding: str) -> N
     )
 
 
+def test_large_results_in_other_memory_are_the_same() -> None:
+    """From 8 MB on results live in huge pages; they must look and count like any other."""
+    x = normal(3, 1024, 1024)
+    for y in (x, x.permute(2, 0, 1)):
+        q = quantize(y, 1.5)
+        assert q.stride() == y.stride() and q.data_ptr() % 64 == 0
+        assert torch.equal(q[1], quantize(y[1], 1.5))
+        assert torch.equal(from_codes(to_codes(y, 1.5), 1.5), q)
+        again = dither(y, 0.1, seed=1)
+        assert again.stride() == y.stride() and torch.equal(
+            undither(again, 0.1, seed=1), undither(again.clone(), 0.1, seed=1)
+        )
+
+
 def test_float64_beyond_float32_is_clipped_not_refused() -> None:
     x = torch.tensor([1e300, -1e300], dtype=torch.float64)
     assert quantize(x, 1.0).tolist() == [1.0, -1.0]

@@ -1,6 +1,5 @@
-"""Measurements behind docs/benchmarks.md, for `fedfp8 bench`: functions that return rows."""
+"""Measurements behind docs/benchmarks.md, for `fedfp8 bench`: each file has a `run` that returns rows."""
 
-from fedfp8.bench.numerics import bench_numerics
-from fedfp8.bench.timing import interleave, machine
+from fedfp8.bench.timing import Timings, interleave, machine, table
 
-__all__ = ["bench_numerics", "interleave", "machine"]
+__all__ = ["Timings", "interleave", "machine", "table"]

@@ -27,7 +27,7 @@ def float8_round_trip(x: torch.Tensor, alpha: float) -> torch.Tensor:
     return (x * (448.0 / alpha)).to(torch.float8_e4m3fn).to(torch.float32) * (alpha / 448.0)
 
 
-def brevitas_quantizer(x: torch.Tensor) -> Callable[[torch.Tensor], Any] | None:
+def brevitas_quantizer(x: torch.Tensor) -> Callable[[], Any] | None:
     """Brevitas' per-tensor E4M3 weight quantizer around x, or None where Brevitas is not installed."""
     try:
         layers = import_module("brevitas.nn")
@@ -36,4 +36,4 @@ def brevitas_quantizer(x: torch.Tensor) -> Callable[[torch.Tensor], Any] | None:
         return None
     layer = layers.QuantLinear(x.numel(), 1, bias=False, weight_quant=quantizers.Fp8e4m3WeightPerTensorFloat)
     layer.weight.data.copy_(x.view(1, -1))
-    return lambda _: layer.quant_weight().value
+    return lambda: layer.quant_weight().value

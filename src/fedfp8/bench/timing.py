@@ -5,14 +5,16 @@ A minute of somebody else's load slows every candidate of the same turn alike, s
 """
 
 import gc
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Timings", "interleave", "machine"]
+__all__ = ["Timings", "interleave", "machine", "table"]
 
 SHORTEST = 1e-3  # seconds; shorter calls are repeated inside a turn
 
@@ -82,9 +84,19 @@ def machine() -> dict[str, str]:
     }
 
 
-def _cores() -> int:
-    import os
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a markdown table; the columns are the keys of the first row."""
 
+    def cell(value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "" if value is None else value if isinstance(value, str) else f"{value:,}"
+
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(v) for v in row.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

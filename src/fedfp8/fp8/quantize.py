@@ -12,9 +12,6 @@ Special cases: -0 and small negative values become +0, so the code of -0 is neve
 and NaN stays NaN in `quantize`, both are refused by `to_codes` and `dither`; empty tensors work everywhere.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -23,6 +20,7 @@ from fedfp8.fp8 import eager
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
 from fedfp8.fp8.parallel import Keys, dice_keys, run
+from fedfp8.fp8.strides import flat, has_kernel, through
 
 __all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undither"]
 
@@ -43,14 +41,14 @@ def quantize(
     check_float(x, name)
     grid, keys = grid_for(alpha, format, name), rounding_keys(rounding, seed, name)
     if not has_kernel(x):
-        flat, restore = _flat(x)
-        return restore(eager.quantize(flat.float(), grid, keys).to(x.dtype))
+        ordered, restore = flat(x)
+        return restore(eager.quantize(ordered.float(), grid, keys).to(x.dtype))
     from fedfp8.fp8 import kernels
 
     constants = (grid.scale_in, grid.scale_out, grid.top, grid.lowest, grid.magic)
     if keys is None:
-        return _through(kernels.quantize, x, x.dtype, constants)[0]
-    return _through(kernels.quantize_stochastic, x, x.dtype, (*constants, grid.spread), keys)[0]
+        return through(kernels.quantize, x, x.dtype, constants)[0]
+    return through(kernels.quantize_stochastic, x, x.dtype, (*constants, grid.spread), keys)[0]
 
 
 def to_codes(
@@ -68,9 +66,9 @@ def to_codes(
     if has_kernel(x):
         out, bad = _to_codes_kernel(x, grid, keys)
     else:
-        flat, restore = _flat(x)
-        bad = not bool(torch.isfinite(flat).all())  # before float32: a float64 beyond it is clipped like any other
-        out = restore(eager.to_codes(flat.float(), grid, keys))
+        ordered, restore = flat(x)
+        bad = not bool(torch.isfinite(ordered).all())  # before float32: a float64 beyond it is clipped like any other
+        out = restore(eager.to_codes(ordered.float(), grid, keys))
     if bad:
         raise _not_finite(x, name)
     return out
@@ -81,9 +79,9 @@ def _to_codes_kernel(x: torch.Tensor, g: Grid, keys: Keys | None) -> tuple[torch
 
     places = (g.shift, g.offset, g.sign_shift)
     if keys is None:
-        return _through(kernels.to_codes, x, torch.uint8, (g.scale_in, g.top, g.lowest, g.magic, *places))
+        return through(kernels.to_codes, x, torch.uint8, (g.scale_in, g.top, g.lowest, g.magic, *places))
     constants = (g.scale_in, g.top, g.lowest, g.magic, g.spread, *places)
-    return _through(kernels.to_codes_stochastic, x, torch.uint8, constants, keys)
+    return through(kernels.to_codes_stochastic, x, torch.uint8, constants, keys)
 
 
 def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name: str | None = None) -> torch.Tensor:
@@ -99,15 +97,15 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
             f"{2**format.bits - 1}: was another format used?"
         )
     if codes.device.type != "cpu":
-        flat, restore = _flat(codes)
-        return restore(eager.from_codes(flat, grid))
+        ordered, restore = flat(codes)
+        return restore(eager.from_codes(ordered, grid))
     from fedfp8.fp8 import kernels
 
     if format.exponent_bits == 5:
         wide = (grid.scale_out, grid.lowest, grid.shift, grid.offset, grid.sign_shift)
-        return _through(kernels.from_codes_wide, codes, torch.float32, wide)[0]
+        return through(kernels.from_codes_wide, codes, torch.float32, wide)[0]
     constants = (grid.half_unit, grid.half_left, grid.half_right, grid.half_mask)
-    return _through(kernels.from_codes, codes, torch.float32, constants)[0]
+    return through(kernels.from_codes, codes, torch.float32, constants)[0]
 
 
 def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) -> torch.Tensor:
@@ -122,12 +120,12 @@ def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) 
     if has_kernel(x):
         from fedfp8.fp8 import kernels
 
-        out, bad = _through(kernels.dither, x, torch.int32, (per_step, np.float32(DITHER_LIMIT)), keys)
+        out, bad = through(kernels.dither, x, torch.int32, (per_step, np.float32(DITHER_LIMIT)), keys)
     else:
-        flat, restore = _flat(x)
-        flat = flat.float()
-        bad = not bool((flat * float(per_step)).abs().le(DITHER_LIMIT).all())
-        out = restore(eager.dither(flat, float(per_step), keys))
+        ordered, restore = flat(x)
+        ordered = ordered.float()
+        bad = not bool((ordered * float(per_step)).abs().le(DITHER_LIMIT).all())
+        out = restore(eager.dither(ordered, float(per_step), keys))
     if bad:
         if not bool(torch.isfinite(x).all()):
             raise _not_finite(x, name)
@@ -146,11 +144,11 @@ def undither(k: torch.Tensor, step: float, *, seed: int, name: str | None = None
         )
     step, keys = _step_value(step, name), dice_keys(seed)
     if k.device.type != "cpu":
-        flat, restore = _flat(k)
-        return restore(eager.undither(flat, step, keys))
+        ordered, restore = flat(k)
+        return restore(eager.undither(ordered, step, keys))
     from fedfp8.fp8 import kernels
 
-    return _through(kernels.undither, k, torch.float32, (np.float32(step),), keys)[0]
+    return through(kernels.undither, k, torch.float32, (np.float32(step),), keys)[0]
 
 
 def hash_uniform(seed: int, n: int) -> torch.Tensor:
@@ -162,7 +160,7 @@ def hash_uniform(seed: int, n: int) -> torch.Tensor:
     return out
 
 
-# Checks and shapes
+# Checks
 
 
 def _called(noun: str, name: str | None) -> str:
@@ -204,51 +202,3 @@ def _step_value(step: float, name: str | None) -> float:
             f"step{'' if name is None else f' of {name!r}'} is {value}; it must be between 2**-100 and 2**100"
         )
     return float(np.float32(value))
-
-
-def has_kernel(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32
-
-
-def memory_order(x: torch.Tensor) -> list[int]:
-    """The dimensions of x from the largest stride to the smallest."""
-    strides = x.stride()
-    return sorted(range(x.dim()), key=lambda d: -strides[d])
-
-
-def _flat(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """x in logical order as a flat tensor, and the way back to its shape and strides."""
-    x = x.detach()
-    return x.reshape(-1), lambda out: torch.empty_like(x, dtype=out.dtype).copy_(out.view(x.shape))
-
-
-def _through(
-    kernel: Callable[..., Any],
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    constants: tuple[Any, ...],
-    keys: Keys | None = None,
-) -> tuple[torch.Tensor, bool]:
-    """A kernel over x, into a new tensor with x's shape and strides; and whether any call returned non-zero.
-
-    In memory order if x is dense and there are no dice, else in logical order.
-    """
-    source = x = x.detach().resolve_neg()
-    if not x.is_contiguous() and not (keys is None and _is_dense(x)):
-        source = x.contiguous()
-    out = torch.empty_like(source, dtype=dtype)
-    returned = run(kernel, (_memory(source), _memory(out)), constants, keys)
-    if source is not x:
-        out = torch.empty_like(x, dtype=dtype).copy_(out)
-    return out, any(returned)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether x fills its memory without gaps, in whatever order of dimensions (channels-last, transposed)."""
-    return x.permute(memory_order(x)).is_contiguous()
-
-
-def _memory(x: torch.Tensor) -> np.ndarray:
-    """A dense tensor's elements as a flat array in memory order, no copy."""
-    array: np.ndarray = x.numpy().reshape(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,)).numpy()
-    return array

@@ -17,7 +17,8 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import alpha_value, grid_for
 from fedfp8.fp8.parallel import dice_keys, run
-from fedfp8.fp8.quantize import Alpha, memory_order, quantize
+from fedfp8.fp8.quantize import Alpha, quantize
+from fedfp8.fp8.strides import memory_order
 
 __all__ = ["fake_quantize"]
 
