@@ -115,12 +115,13 @@ class Model:
 def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
     """(whether the prediction used the dice, the data); no data if every code is as predicted from a reference.
 
-    Weights that already sit on the grid are better predicted without the dice: whichever is nearer for the first ones.
+    Weights that already sit on the grid are better predicted without the dice, and then clearly so: if the first
+    predictions are a tenth nearer.
     """
     predictor = Predictor(plan, reference, plan.dice)
     if plan.dice and not plan.dithered:
         without = Predictor(plan, reference, False)
-        if _distance(without, codes) < _distance(predictor, codes):
+        if 10 * _distance(without, codes) < 9 * _distance(predictor, codes):
             predictor = without
     model = fit(predictor, codes)
     narrow = narrow_of(grid_of(plan.format), model.scale)
