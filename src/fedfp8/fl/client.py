@@ -40,6 +40,7 @@ class Reply:
     examples: int = 0
     loss: float = math.nan
     seconds: float = 0.0
+    training: float = 0.0  # processor seconds of LocalUpdate alone
     error: str = ""
     resent: int = 0  # bytes sent down once more, to a client that had lost its reference
 
@@ -66,11 +67,14 @@ class Client:
         model = self._network(format)
         received = self._receive(task, model, format)
         load_state(model, received)
+        before = time.thread_time()
         loss = self._update(model, task, format)
+        training = time.thread_time() - before
         link = uplink(config, format)
         message = quantize_up(config, task.round, task.client, state_of(model), received, link)
         payload = send(config, message, reference=received)
-        return Reply(task.client, payload, self.federation.size(task.client), loss, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Reply(task.client, payload, self.federation.size(task.client), loss, seconds, training)
 
     def _network(self, format: str) -> nn.Module:
         if format not in self.networks:

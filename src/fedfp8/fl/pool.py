@@ -145,29 +145,29 @@ class Pool:
         waiting, todo = deque[tuple[int, Job, int]](), enumerate(jobs)
         running: dict[int, tuple[int, Job, int]] = {}  # worker -> index, job, attempt
         finished: dict[int, Any] = {}
-        next_out, next_in, exhausted = 0, 0, False
+        next_out, next_in = 0, 0
+
+        def prepare() -> None:
+            """Have a job ready, but not far ahead of the oldest open one: results that wait for their turn stay few."""
+            nonlocal next_in
+            if not waiting and next_in < next_out + 4 * self.workers and (item := next(todo, None)) is not None:
+                waiting.append((*item, 1))
+                next_in = item[0] + 1
+
         while True:
-            for worker in range(self.workers):
-                if worker in running:
-                    continue
-                # Never far ahead of the oldest open job: results that wait for their turn stay few.
-                if not waiting and not exhausted and next_in < next_out + 4 * self.workers:
-                    item = next(todo, None)
-                    exhausted = item is None
-                    if item is not None:
-                        waiting.append((*item, 1))
-                        next_in = item[0] + 1
+            for worker in (w for w in range(self.workers) if w not in running):
+                prepare()
                 if waiting:
                     running[worker] = waiting.popleft()
                     self._send(worker, running[worker][1])
             while next_out in finished:
                 yield finished.pop(next_out)
                 next_out += 1
-            if not running:
-                if exhausted and not waiting:
-                    return
-                continue
-            self._collect(running, finished, waiting)
+            prepare()  # encodes for the next client while the workers train
+            if running:
+                self._collect(running, finished, waiting)
+            elif not waiting:
+                return
 
     def _map_here(self, jobs: Iterable[Job]) -> Iterator[Any]:
         assert self._inline is not None
