@@ -36,9 +36,8 @@ def seconds_per_round(jobs: Iterable[Job], workers: int) -> dict[Job, float | No
             continue
         local = config.local
         by_group = config.data.partition == "group"  # clients with less than a batch
-        key = (
-            config.data.name, config.data.features, by_group, config.model, config.qat, local.optimizer, local.batch_size
-        )  # fmt: skip
+        examples = (config.data.name, config.data.features, by_group, local.batch_size)
+        key = (*examples, config.model, config.qat, local.optimizer)
         if key not in timed:
             timed[key] = _time(config, federation)
         found[job] = round_seconds(config, federation, *timed[key], workers=workers)
