@@ -1,7 +1,12 @@
 """FP8 for any app in two lines: arrays in, arrays out, whatever the strategy, the dtypes and the clients' honesty."""
 
+import difflib
+import importlib
+import json
 import random
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -433,3 +438,42 @@ def test_orders_round_trip():
     with pytest.raises(Fedfp8Error, match="orders"):
         Orders.from_record(ConfigRecord({"rounding": "dithered"}))
     assert RECORD == "fedfp8" and is_blob(record_of(b"x"))
+
+
+# The example
+
+
+def test_example_is_the_plain_app_and_two_lines():
+    """The promise of the README: both folders differ in two calls, their imports, and the project's name."""
+    examples = Path(__file__).parent.parent / "examples"
+    plain, ours = examples / "flower-plain", examples / "flower-quickstart"
+    changed = []
+    for path in sorted(plain.glob("digits_app/*.py")):
+        old, new = (p.read_text().splitlines() for p in (path, ours / path.relative_to(plain)))
+        changed += [line for line in difflib.ndiff(old, new) if line.startswith(("+ ", "- "))]
+    assert [line for line in changed if "import" not in line] == [
+        "- app = ClientApp()",
+        "+ app = ClientApp(mods=[fp8_mod])",
+        "-     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=10)",
+        "+     strategy = FP8(FedAvg(fraction_evaluate=0.0, min_available_nodes=10))",
+    ]
+    assert sum("import" in line for line in changed) == 2
+
+
+@pytest.mark.parametrize("folder", ["flower-plain", "flower-quickstart"])
+def test_example_learns(folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples" / folder)
+    for name in [n for n in sys.modules if n.startswith("digits_app")]:
+        monkeypatch.delitem(sys.modules, name)
+    server, client = (importlib.import_module(f"digits_app.{side}") for side in ("server", "client"))
+    config = {"num-rounds": 3, "local-epochs": 1, "lr": 0.05, "out": str(tmp_path / "out.json")}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        grid = LocalGrid(client.app, 10, config)
+        grid.serve(server.app, config)
+    accuracy = json.loads((tmp_path / "out.json").read_text())
+    assert accuracy["3"] > 0.6 and accuracy["3"] > accuracy["0"] + 0.3
+    whole = 3 * 10 * 38_000 * 4
+    assert grid.bytes["up"] > whole if folder == "flower-plain" else grid.bytes["up"] < whole / 30
+    for name in [n for n in sys.modules if n.startswith("digits_app")]:
+        monkeypatch.delitem(sys.modules, name)

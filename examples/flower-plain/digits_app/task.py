@@ -1,5 +1,7 @@
 """Model, data and training, as in any PyTorch app: nothing here knows of Flower or of fedfp8."""
 
+import functools
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -21,6 +23,7 @@ def build_model() -> nn.Module:
     )
 
 
+@functools.cache
 def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(train x, train y, test x, test y): 1,437 and 360 images of 8x8."""
     data = load_digits()
