@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-slow lint types bench fuzz build clean
+.PHONY: help demo test test-slow test-deploy lint types bench fuzz build clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -32,6 +32,9 @@ test: $(VENV)/dev.stamp    ## the fast test suite (under 10 minutes on two cores
 
 test-slow: $(VENV)/dev.stamp ## everything, long tests included
 	@$(BIN)/python -m pytest -m ''
+
+test-deploy: $(VENV)/dev.stamp ## real Flower processes: TLS, node keys, kills, a malicious client (some 8 minutes)
+	@$(BIN)/python -m pytest -m deploy
 
 lint: $(VENV)/dev.stamp    ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

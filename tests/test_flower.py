@@ -326,6 +326,10 @@ def test_import_error_names_the_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 'pip install "fedfp8[flower]"' in done.stdout
+    code = "import sys; sys.modules['flwr'] = None\nfrom fedfp8.cli import main; main()"
+    command = [sys.executable, "-c", code, "flower", "certs", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and 'pip install "fedfp8[flower]"' in done.stderr and "Traceback" not in done.stderr
 
 
 def test_certs(tmp_path):

@@ -1,12 +1,14 @@
 """`fedfp8 flower run`, `app` and `certs`: the method on Flower's engines."""
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedfp8.cli.display import Display
 from fedfp8.cli.run import METHOD_HELP, DataDir, EvalEvery, NoLossless, Overwrite, Preset, Rounds, Settings, configure
+from fedfp8.errors import ConfigError
 
 __all__ = ["register"]
 
@@ -50,11 +52,10 @@ def run(
     """
     config = configure(config_file, preset, method, rounds, seed, data_dir, settings, eval_every, no_lossless)
     folder = out or Path("runs") / f"{config.preset}-{config.method}-seed{config.seed}-{engine}"
-    from fedfp8.flower import run as run_on_flower
-
+    flower = _flower("launch")
     with Display() as display:
         display.begin(f"{config.method} ({engine})", config.round.count)
-        run_on_flower(
+        flower.run(
             config, folder, engine=engine, nodes=nodes, timeout=timeout, overwrite=overwrite, on_round=display.round
         )
     typer.echo(f"records: {folder}", err=True)
@@ -74,9 +75,7 @@ def write(
 ) -> None:
     """Write a Flower app for a federation that is already running: then `flwr run DIR SUPERLINK --stream`."""
     config = configure(config_file, preset, method, rounds, seed, None, settings, None, False)
-    from fedfp8.flower.launch import write_app
-
-    typer.echo(write_app(folder, config, out, nodes=nodes, timeout=timeout))
+    typer.echo(_flower("launch").write_app(folder, config, out, nodes=nodes, timeout=timeout))
 
 
 def certs(
@@ -86,7 +85,15 @@ def certs(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """A CA, the SuperLink's certificate and one key pair a SuperNode, for TLS and node authentication."""
-    from fedfp8.flower.certs import make_certs
-
-    for path in make_certs(folder, hosts or ["127.0.0.1", "localhost"], nodes, overwrite=overwrite).values():
+    for path in (
+        _flower("certs").make_certs(folder, hosts or ["127.0.0.1", "localhost"], nodes, overwrite=overwrite).values()
+    ):
         typer.echo(path)
+
+
+def _flower(module: str) -> Any:
+    """A module of fedfp8.flower; without the extra, one line that says what to install."""
+    try:
+        return import_module(f"fedfp8.flower.{module}")
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
