@@ -18,10 +18,12 @@ from fedfp8.fl import preset, to_dict
 
 def lines(accuracies: list[float | None], per_round: int) -> list[dict[str, Any]]:
     """Round 0 and one line per accuracy (None: not evaluated)."""
-    found: list[dict[str, Any]] = [{"round": 0, "clients": [], "bytes_total": 0, "accuracy": 0.1, "rejected": []}]
+    found: list[dict[str, Any]] = [
+        {"round": 0, "clients": [], "bytes_down": 0, "bytes_up": 0, "bytes_total": 0, "accuracy": 0.1, "rejected": []}
+    ]
     for r, accuracy in enumerate(accuracies, 1):
         line: dict[str, Any] = {
-            "round": r, "clients": [0, 1], "bytes_total": r * per_round, "rejected": [], "seconds": {"total": 2.0}
+            "round": r, "clients": [0, 1], "bytes_down": per_round // 2, "bytes_up": per_round - per_round // 2, "bytes_total": r * per_round, "rejected": [], "seconds": {"total": 2.0}
         }  # fmt: skip
         found.append(line if accuracy is None else line | {"accuracy": accuracy, "loss": 1.0})
     return found

@@ -221,6 +221,7 @@ def scalars(folder: Path, then: Any) -> Any:
 def compare_all(configs: list[Config], folder: Path, workers: int | None, overwrite: bool) -> None:
     """Run all configs, each in its own folder, then write the table and the plot."""
     from fedfp8.experiments.compare import write_comparison
+    from fedfp8.experiments.sizes import measure_sizes
     from fedfp8.fl.checkpoint import RunFolder
 
     runs = []
@@ -235,6 +236,8 @@ def compare_all(configs: list[Config], folder: Path, workers: int | None, overwr
             if not history.summary["finished"]:
                 typer.echo(f"Stopped. The same command again continues where it was ({folder}).", err=True)
                 raise typer.Exit(INTERRUPTED)
+    for path in runs:
+        measure_sizes(path)  # of raw FP8 messages, for the gain without the lossless stage
     comparison = write_comparison(folder, runs)
     typer.echo(comparison.text)
     typer.echo(

@@ -39,6 +39,8 @@ class Row:
     accuracy_best: Spread
     accuracy_sent: Spread | None
     bytes: Spread
+    bytes_down: Spread
+    bytes_up: Spread
     gain: Spread | None
     gain_raw: Spread | None
     seconds: float
@@ -77,6 +79,8 @@ def _row(method: str, runs: list[RunRecord], fp32: dict[int, RunRecord]) -> Row:
         accuracy_best=_known(run.best for run in runs),
         accuracy_sent=_spread(run.accuracy_sent for run in runs),
         bytes=_known(run.bytes_total for run in runs),
+        bytes_down=_known(run.bytes_down for run in runs),
+        bytes_up=_known(run.bytes_up for run in runs),
         gain=_gain((base.points, run.points) for base, run in pairs),
         gain_raw=_gain((base.raw_points, run.raw_points) for base, run in pairs),
         seconds=sum(run.seconds for run in runs),
@@ -105,13 +109,15 @@ def _known(values: Iterable[float | None]) -> Spread:
 
 def comparison_table(rows: Sequence[Row], title: str = "") -> Table:
     """The rows as text: percent, bytes with a unit, gains."""
-    header = ["method", "accuracy (%)", "rounds", "seeds", "bytes", "gain", "gain without lossless stage"]
+    header = ["method", "accuracy (%)", "rounds", "seeds", "down", "up", "bytes", "gain", "gain, raw codes"]
     body = [
         [
             NAMES.get(row.method, row.method),
             spread_text(row.accuracy, 100),
             f"{row.rounds}" if row.finished else f"{row.rounds} of {row.planned}",
             str(len(row.seeds)),
+            size_text(row.bytes_down.mean),
+            size_text(row.bytes_up.mean),
             size_text(row.bytes.mean),
             gain_text(row.gain),
             gain_text(row.gain_raw),
@@ -179,7 +185,16 @@ def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord], folder: Path) -> di
     methods = {}
     for row in rows:
         values = asdict(row) | {"finished": row.finished}
-        for name in ("accuracy", "accuracy_best", "accuracy_sent", "bytes", "gain", "gain_raw"):
+        for name in (
+            "accuracy",
+            "accuracy_best",
+            "accuracy_sent",
+            "bytes",
+            "bytes_down",
+            "bytes_up",
+            "gain",
+            "gain_raw",
+        ):
             spread = values.pop(name)
             values[name] = spread["mean"] if spread else None
             values[f"{name}_std"] = spread["std"] if spread else None

@@ -212,3 +212,4 @@ def _arrows(axes: Axes, gains: Mapping[str, Gain], unit: float) -> None:
             ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
     axes.set_ylim(low, max(high, last + apart))
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])  # arrows may stand above 100 %

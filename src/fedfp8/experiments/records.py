@@ -148,6 +148,14 @@ class RunRecord:
         return float(found[-1]) if found else None
 
     @property
+    def bytes_down(self) -> int:
+        return sum(int(line["bytes_down"]) for line in self.history)
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(int(line["bytes_up"]) for line in self.history)
+
+    @property
     def bytes_total(self) -> int:
         return int(self.history[-1]["bytes_total"]) if self.history else 0
 
