@@ -47,7 +47,8 @@ WARM_UP = 2  # rounds: kernels are loaded, and clients come to have references
 
 def run(*, rounds: int = 9, methods: tuple[str, ...] = ("fp32", "uq", "dq")) -> list[Row]:
     """All rows: name, value, unit, budget, ok."""
-    return [row for m in methods for row in overhead_rows(m, rounds)] + server_memory_rows() + optimize_rows()
+    rows = [row for m in methods for row in overhead_rows(m, rounds)] + overhead_rows("uq", rounds, lossless=False)
+    return rows + server_memory_rows() + optimize_rows()
 
 
 def federation_of(config: Config, clients: int, examples: int) -> Federation:
@@ -71,9 +72,16 @@ class Counted:
             yield reply
 
 
-def overhead_rows(method: str, rounds: int = 9, workers: int = 2, steps: int = 10) -> list[Row]:
-    """LeNet, ten clients of `steps` steps a round: overhead in percent of training, medians over rounds."""
-    config = preset("lenet-cifar10-iid", method, local__epochs=0, local__steps=steps, clients__fraction=1.0)
+def overhead_rows(
+    method: str, rounds: int = 9, *, workers: int = 2, steps: int = 10, lossless: bool = True
+) -> list[Row]:
+    """LeNet, ten clients of `steps` steps a round: overhead in percent of training, medians over rounds.
+
+    lossless=False has no entropy coder in it: what is left is the engine proper.
+    """
+    config = preset(
+        "lenet-cifar10-iid", method, local__epochs=0, local__steps=steps, clients__fraction=1.0, wire__lossless=lossless
+    )
     federation = federation_of(config, clients=10, examples=50 * steps)
     by_processor, by_time, training = [], [], []
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
@@ -90,7 +98,7 @@ def overhead_rows(method: str, rounds: int = 9, workers: int = 2, steps: int = 1
                     by_processor.append(100 * (used / counted.training - 1))
                     by_time.append(100 * (elapsed * workers / counted.training - 1))
                     training.append(counted.training)
-    name = f"overhead of a round, {method}"
+    name = f"overhead of a round, {method}" + ("" if lossless else " with raw codes")
     return [
         row(f"{name}, processor seconds", statistics.median(by_processor), "% of training", OVERHEAD_BUDGET),
         row(f"{name}, time", statistics.median(by_time), "% of training", None),
