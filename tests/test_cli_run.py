@@ -174,8 +174,8 @@ def test_tensorboard_scalars(fedfp8_command, tmp_path: Path) -> None:
 
 
 def test_the_installed_command_in_its_own_process(tmp_path: Path) -> None:
-    """With workers and a pipe for a terminal: JSON lines only, nothing else."""
-    process = command("run", "--rounds", "1", "--workers", "2", "--out", str(tmp_path / "run"), *settings_of())
+    """With a worker, and a pipe for a terminal: JSON lines only, nothing else."""
+    process = command("run", "--rounds", "1", "--workers", "1", "--out", str(tmp_path / "run"), *settings_of())
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and err == ""
     assert [json.loads(line)["round"] for line in out.splitlines()] == [0, 1]
