@@ -60,6 +60,7 @@ def alpha_value(alpha: "float | torch.Tensor", name: str | None = None) -> np.fl
 def _grid(alpha: float, exponent_bits: int, mantissa_bits: int) -> Grid:
     e, m = exponent_bits, mantissa_bits
     format = Format(e, m)
+    alpha = float(np.float32(alpha))
     f32, u32 = np.float32, np.uint32
     shift = 23 - m
     return Grid(
@@ -84,4 +85,6 @@ def _grid(alpha: float, exponent_bits: int, mantissa_bits: int) -> Grid:
 
 
 def grid_for(alpha: "float | torch.Tensor", format: Format, name: str | None = None) -> Grid:
-    return _grid(float(alpha_value(alpha, name)), format.exponent_bits, format.mantissa_bits)
+    if isinstance(alpha, torch.Tensor) or not ALPHA_MIN <= alpha <= ALPHA_MAX:
+        alpha = float(alpha_value(alpha, name))
+    return _grid(alpha, format.exponent_bits, format.mantissa_bits)

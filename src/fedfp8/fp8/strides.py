@@ -10,7 +10,7 @@ from fedfp8.fp8.parallel import Keys, run
 
 __all__ = ["flat", "has_kernel", "memory_order", "through"]
 
-LARGE = 1 << 23  # bytes
+LARGE = 1 << 21  # elements
 
 
 def has_kernel(x: torch.Tensor) -> bool:
@@ -57,9 +57,9 @@ def _empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     Memory this large is new to the process each time: 64 MB are 32 page faults this way instead of 16384.
     """
-    size = x.numel() * dtype.itemsize
-    if size < LARGE:
+    if x.numel() < LARGE:
         return torch.empty_like(x, dtype=dtype)
+    size = x.numel() * dtype.itemsize
     room = np.empty(size + 64, np.uint8)
     start = -room.ctypes.data % 64
     return torch.from_numpy(room[start : start + size]).view(dtype).as_strided(x.shape, x.stride())
