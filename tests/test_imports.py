@@ -11,15 +11,15 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "fedfp8"
 # From left to right; a room may import rooms of earlier lines, never a room of its own line or a later one.
 ORDER = [
-    {"errors", "rng"},
+    {"errors", "rng", "modules"},
     {"fp8"},
     {"layout"},
     {"state"},
-    {"modules"},
     {"nn", "wire", "data", "models"},
     {"packing"},
     {"fl"},
-    {"flower", "experiments", "bench"},
+    {"flower", "experiments"},
+    {"bench"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
@@ -57,6 +57,13 @@ def test_one_way_imports(path: Path) -> None:
     package = ".".join(["fedfp8", *path.relative_to(PACKAGE).parts[:-1]])
     for other in rooms_imported(ast.parse(path.read_text()), package) - {room}:
         assert RANK[other] < RANK[room], f"{path.relative_to(PACKAGE)} imports {other}, which is not to its left"
+
+
+def test_the_order_is_the_documented_one() -> None:
+    page = (PACKAGE.parent.parent / "docs" / "architecture.md").read_text()
+    chain = next(line for line in page.splitlines() if line.strip().startswith("errors, rng"))
+    documented = [{room.strip() for room in part.strip(" {}").split(",")} for part in chain.split("->")]
+    assert documented == ORDER
 
 
 def test_the_checker_sees_every_way_to_import() -> None:
