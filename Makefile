@@ -28,7 +28,7 @@ demo: $(VENV)/core.stamp   ## accuracy against bytes for FP32, BQ, UQ, UQ+ and D
 
 test: $(VENV)/dev.stamp    ## the fast test suite (under 10 minutes on two cores)
 	@echo "==> pytest (fast suite)"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/dev.stamp ## everything, long tests included
 	@$(BIN)/python -m pytest -m ''
