@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.models import MODELS, build
 from fedfp8.nn import prepare
 
@@ -117,6 +118,7 @@ def run(names: list[str] | None = None, *, steps: int | None = None, memory: boo
     """One row a network; `steps` overrides how many pairs of steps are timed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the engine's workers do; both sides of every ratio run in this process
     try:
         return [_row(name, steps or STEPS[name], memory) for name in names or list(BUDGET)]
     finally:

@@ -24,7 +24,8 @@ def lines(accuracies: list[float | None], per_round: int) -> list[dict[str, Any]
     for r, accuracy in enumerate(accuracies, 1):
         line: dict[str, Any] = {
             "round": r, "clients": [0, 1], "bytes_down": per_round // 2,
-            "bytes_up": per_round - per_round // 2, "bytes_total": r * per_round, "rejected": [], "seconds": {"total": 2.0}
+            "bytes_up": per_round - per_round // 2, "bytes_total": r * per_round, "rejected": [],
+            "seconds": {"total": 2.0},
         }  # fmt: skip
         found.append(line if accuracy is None else line | {"accuracy": accuracy, "loss": 1.0})
     return found

@@ -22,6 +22,7 @@ from fedfp8.fl.client import Client, Reply, Task
 from fedfp8.fl.config import Config
 from fedfp8.fl.evaluate import PIECE, evaluate_piece
 from fedfp8.fl.federation import Federation
+from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.store import ModelStore, read_state
 from fedfp8.nn import load_state
 
@@ -73,6 +74,7 @@ class Executor:
 
 def _worker(connection: Any, config: Config, federation: Federation, folder: Path) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     executor = Executor(config, federation, folder)
     try:
         while (job := connection.recv()) is not None:
