@@ -47,7 +47,8 @@ bench: $(VENV)/dev.stamp   ## the benchmark tables of docs/benchmarks.md
 
 fuzz: $(VENV)/dev.stamp    ## ten minutes of coverage-guided fuzzing of the decoder (atheris)
 	@$(PIP) install -q --progress-bar off atheris
-	@$(BIN)/python fuzz/fuzz_decode.py -max_total_time=600
+	@mkdir -p fuzz/corpus && $(BIN)/python fuzz/fuzz_decode.py --seed-corpus fuzz/corpus
+	@$(BIN)/python fuzz/fuzz_decode.py fuzz/corpus -max_len=8192 -max_total_time=600
 
 build: $(VENV)/dev.stamp   ## a pure-Python wheel in dist/
 	@$(BIN)/python -m build --wheel
