@@ -33,8 +33,8 @@ test: $(VENV)/dev.stamp    ## the fast test suite (under 10 minutes on two cores
 test-slow: $(VENV)/dev.stamp ## everything, long tests included
 	@$(BIN)/python -m pytest -m ''
 
-test-deploy: $(VENV)/dev.stamp ## real Flower processes: TLS, node keys, kills, a malicious client (some 8 minutes)
-	@$(BIN)/python -m pytest -m deploy
+test-deploy: $(VENV)/dev.stamp ## a real Flower deployment on loopback: TLS, node keys (3 minutes; kills and malice: test-slow)
+	@$(BIN)/python -m pytest -m 'deploy and not slow'
 
 lint: $(VENV)/dev.stamp    ## ruff: lint and format check
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
