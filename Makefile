@@ -31,7 +31,7 @@ test: $(VENV)/dev.stamp    ## the fast test suite (under 10 minutes on two cores
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/dev.stamp ## everything, long tests included
-	@$(BIN)/python -m pytest -m ''
+	@HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -m ''
 
 test-deploy: $(VENV)/dev.stamp ## a real Flower deployment on loopback: TLS, node keys (3 minutes; kills and malice: test-slow)
 	@$(BIN)/python -m pytest -m 'deploy and not slow'

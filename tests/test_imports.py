@@ -43,7 +43,7 @@ def rooms_imported(tree: ast.AST, package: str) -> set[str]:
 
 
 def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+    return sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__init__.py", PACKAGE / "__main__.py"})
 
 
 def room_of(path: Path) -> str:

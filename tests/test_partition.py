@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedfp8.data import KINDS, draw_partition, partition, partition_report
@@ -46,7 +46,6 @@ def test_torch_labels_are_accepted():
 
 
 @given(n=st.integers(1, 300), clients=st.integers(1, 40), classes=st.integers(1, 7), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
 def test_equal_sizes_up_to_one_for_any_numbers(n, clients, classes, seed):
     labels = np.arange(n) % classes
     for kind in ("iid", "dirichlet"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fedfp8
@@ -94,7 +94,6 @@ def survives(payload: bytes, layout: Layout | None = LAYOUT, reference: State | 
     changes=st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), min_size=1, max_size=4),
     cut=st.integers(0, 40),
 )
-@settings(max_examples=400, deadline=None)
 def test_changed_payloads_with_a_valid_checksum(name: str, changes: list[tuple[int, int]], cut: int) -> None:
     def change(body: bytearray) -> None:
         for at, value in changes:
@@ -105,7 +104,6 @@ def test_changed_payloads_with_a_valid_checksum(name: str, changes: list[tuple[i
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
 def test_random_bytes(data: bytes) -> None:
     survives(data)
     survives(seal(data))

@@ -22,6 +22,7 @@ import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import dither, from_codes, rms, to_codes, undither
+from fedfp8.fp8.quantize import STEP_MIN
 from fedfp8.layout import Layout, TensorSpec
 from fedfp8.rng import derive_seed
 
@@ -192,4 +193,5 @@ def _step(
         wanted = float(step) * rms(tensor)
     else:
         raise QuantizationError(f"step_of is {step_of!r}; it must be 'weights' or 'update'")
-    return float(np.float32(max(wanted, largest / 2**19)))
+    # Weights that decayed to almost nothing (1e-38) get the finest step there is: an error of 2**-101 harms no model.
+    return float(np.float32(max(wanted, largest / 2**19, STEP_MIN)))

@@ -1,6 +1,7 @@
 """The `fedfp8` command: subcommands that parse, call one function, and print. No logic lives here."""
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,6 +18,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"fedfp8 {version('fedfp8')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What every subcommand shares: nothing but the version."""
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from fedfp8.fp8.strides import flat, has_kernel, through
 
 __all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undither"]
 
+STEP_MIN, STEP_MAX = 2.0**-100, 2.0**100  # the steps of `dither` and `undither`: far from float32's ends
 DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the dice
 Alpha = float | torch.Tensor
 
@@ -197,7 +198,7 @@ def rounding_keys(rounding: str, seed: int | None, name: str | None) -> Keys | N
 
 def _step_value(step: float, name: str | None) -> float:
     value = float(step)
-    if not (2.0**-100 <= value <= 2.0**100):
+    if not (STEP_MIN <= value <= STEP_MAX):
         raise QuantizationError(
             f"step{'' if name is None else f' of {name!r}'} is {value}; it must be between 2**-100 and 2**100"
         )

@@ -12,6 +12,7 @@ import torch
 
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
+from fedfp8.fp8.quantize import STEP_MAX, STEP_MIN
 from fedfp8.layout import Layout, TensorSpec
 from fedfp8.state import QuantState, State, coded_kinds
 from fedfp8.wire import codec
@@ -19,7 +20,6 @@ from fedfp8.wire.container import AGAIN, Header, Reader, checked_body, seal, var
 
 __all__ = ["decode", "encode", "read_plain", "records"]
 
-STEP_MIN, STEP_MAX = 2.0**-100, 2.0**100  # what `dither` and `undither` accept
 
 
 def encode(q: QuantState, *, reference: State | None = None, lossless: bool = True, with_layout: bool = False) -> bytes:
