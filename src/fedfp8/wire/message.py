@@ -21,7 +21,6 @@ from fedfp8.wire.container import AGAIN, Header, Reader, checked_body, seal, var
 __all__ = ["decode", "encode", "read_plain", "records"]
 
 
-
 def encode(q: QuantState, *, reference: State | None = None, lossless: bool = True, with_layout: bool = False) -> bytes:
     """The payload of `q`: the same bytes for the same arguments on every machine.
 
