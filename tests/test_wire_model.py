@@ -96,7 +96,7 @@ def test_rans_is_as_short_as_constriction(n: int) -> None:
     rans.look_up(symbols, np.zeros(n, np.uint16), tables.row, 64, tables.entries, tables.counts, False, entries)
     states = np.full(stream.lanes_for(n), rans.LOW, np.uint64)
     words = np.empty(n // 2 + 2, np.uint32)
-    ours = words.size - rans.rans_encode(entries, states, words)
+    ours = words.size - rans.rans_encode(entries, rans.RECIPROCALS, states, words)
     coder = constriction.stream.stack.AnsCoder()
     frequency = (tables.entries & 0xFFFF).astype(np.float64)
     family = constriction.stream.model.Categorical(frequency / 65536, perfect=False)

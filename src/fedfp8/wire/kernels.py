@@ -12,6 +12,7 @@ from fedfp8.fp8.intrinsics import binade, centred, code_of, poison, snap, unifor
 F = np.float32
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 SINGLE = 8  # steps below this have tokens of their own
+STRIP = 512  # elements that are looked at twice only if one of them needs it
 FLIP = 0x8000  # bit of a context: the step is coded with its sign turned
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
@@ -84,74 +85,87 @@ def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, 
 
 
 # Tokens: 0 is no step, then +1, -1, +2, -2 ...; large steps share tokens and send their low bits; the last one escapes.
-# Both directions go over a piece twice: a pass without branches for small steps, and one that looks for the others.
+# Both directions go over a strip without branches for small steps, and again to look for the others if there are any.
 
 
 @kernel
 def tokenise(values, pred, ctx, narrow, shift, bucket, low, extra, tok, bits, state):
     """Steps as tokens; extra bits are appended to `bits`, whose write position (in bits) is state[0]."""
-    single = I32(SINGLE)
-    for i in range(tok.size):
-        d = I32(values[i] - pred[i])
-        d = I32(-d) if ctx[i] & U16(FLIP) else d
-        m = min(I32(abs(d)), single)
-        tok[i] = U8(m + m - I32(d > 0))
-    at = U64(state[0])
-    for i in range(tok.size):
-        if shift == 0 and tok[i] < U8(2 * SINGLE - 1):
+    single, at = I32(SINGLE), U64(state[0])
+    for start in range(0, tok.size, STRIP):
+        count, large = min(STRIP, tok.size - start), I32(shift)
+        for j in range(count):
+            i = U64(start) + U64(j)
+            d = I32(values[i] - pred[i])
+            d = I32(-d) if ctx[i] & U16(FLIP) else d
+            m = min(I32(abs(d)), single)
+            tok[i] = U8(m + m - I32(d > 0))
+            large |= m >> I32(3)
+        if large == 0:
             continue
-        step = np.int64(values[i]) - np.int64(pred[i])
-        step = -step if ctx[i] & U16(FLIP) else step
-        m = abs(step >> shift)
-        if m < bucket.size and not (m >= SINGLE and narrow[ctx[i] & U16(0xFF)]):
-            k = bucket[m]
-            tok[i] = U8(2 * k - ((step >> shift) > 0))
-            value = U64(((step & ((1 << shift) - 1)) << extra[k]) | (m - low[k]))
-            count = U64(extra[k] + shift)
-        else:
-            tok[i] = U8(2 * low.size - 1)
-            value, count = U64(values[i]) & U64(0xFFFFFFFF), U64(32)
-        bits[at >> U64(6)] |= value << (at & U64(63))
-        bits[(at >> U64(6)) + U64(1)] |= (value >> U64(1)) >> (U64(63) - (at & U64(63)))
-        at += count
+        for j in range(count):
+            i = U64(start) + U64(j)
+            if shift == 0 and tok[i] < U8(2 * SINGLE - 1):
+                continue
+            step = np.int64(values[i]) - np.int64(pred[i])
+            step = -step if ctx[i] & U16(FLIP) else step
+            m = abs(step >> shift)
+            if m < bucket.size and not (m >= SINGLE and narrow[ctx[i] & U16(0xFF)]):
+                k = bucket[m]
+                tok[i] = U8(2 * k - ((step >> shift) > 0))
+                value = U64(((step & ((1 << shift) - 1)) << extra[k]) | (m - low[k]))
+                many = U64(extra[k] + shift)
+            else:
+                tok[i] = U8(2 * low.size - 1)
+                value, many = U64(values[i]) & U64(0xFFFFFFFF), U64(32)
+            bits[at >> U64(6)] |= value << (at & U64(63))
+            bits[(at >> U64(6)) + U64(1)] |= (value >> U64(1)) >> (U64(63) - (at & U64(63)))
+            at += many
     state[0] = np.int64(at)
 
 
 @kernel
 def detokenise(tok, pred, ctx, shift, low, extra, bits, state, largest, values):
     """The inverse; False if the data cannot be a tensor's: bits missing, or a value beyond +-largest."""
-    bad = False
-    for i in range(tok.size):
-        t = I32(tok[i])
-        m = (t + I32(1)) >> I32(1)
-        m = m if ((t & I32(1)) != 0) != ((ctx[i] & U16(FLIP)) != 0) else I32(-m)
-        values[i] = I32(pred[i] + m)
-        bad |= (abs(values[i]) > largest) & (t < I32(2 * SINGLE - 1))
-    if bad and shift == 0:
-        return False
     at, end = U64(state[0]), U64((bits.size - 1) * 64)
-    for i in range(tok.size):
-        if shift == 0 and tok[i] < U8(2 * SINGLE - 1):
+    for start in range(0, tok.size, STRIP):
+        count, bad, large = min(STRIP, tok.size - start), I32(0), I32(shift)
+        for j in range(count):
+            i = U64(start) + U64(j)
+            t = I32(tok[i])
+            m = (t + I32(1)) >> I32(1)
+            m = m if ((t & I32(1)) != 0) != ((ctx[i] & U16(FLIP)) != 0) else I32(-m)
+            values[i] = I32(pred[i] + m)
+            single = (t + I32(1)) >> I32(4) == I32(0)
+            bad |= I32((abs(values[i]) > largest) & single)
+            large |= I32(not single)
+        if bad and shift == 0:
+            return False
+        if large == 0:
             continue
-        t = I32(tok[i])
-        escape = t == 2 * low.size - 1
-        k = min((t + 1) >> 1, low.size - 1)
-        count = U64(32) if escape else U64(extra[k] + shift)
-        if at + count > end:
-            return False
-        # 64 bits from `at` on; shifted in two parts since a shift by 64 is undefined
-        more = (bits[at >> U64(6)] >> (at & U64(63))) | (
-            (bits[(at >> U64(6)) + U64(1)] << U64(1)) << (U64(63) - (at & U64(63)))
-        )
-        more &= (U64(1) << count) - U64(1)
-        at += count
-        step = np.int64(low[k]) + np.int64(more & ((U64(1) << U64(extra[k])) - U64(1)))
-        step = ((step if t & 1 else -step) << shift) + np.int64(more >> U64(extra[k]))
-        value = np.int64(pred[i]) + (-step if ctx[i] & U16(FLIP) else step)
-        value = np.int64(I32(U32(more))) if escape else value
-        if abs(value) > largest:
-            return False
-        values[i] = I32(value)
+        for j in range(count):
+            i = U64(start) + U64(j)
+            if shift == 0 and tok[i] < U8(2 * SINGLE - 1):
+                continue
+            t = I32(tok[i])
+            escape = t == 2 * low.size - 1
+            k = min((t + 1) >> 1, low.size - 1)
+            many = U64(32) if escape else U64(extra[k] + shift)
+            if at + many > end:
+                return False
+            # 64 bits from `at` on; shifted in two parts since a shift by 64 is undefined
+            more = (bits[at >> U64(6)] >> (at & U64(63))) | (
+                (bits[(at >> U64(6)) + U64(1)] << U64(1)) << (U64(63) - (at & U64(63)))
+            )
+            more &= (U64(1) << many) - U64(1)
+            at += many
+            step = np.int64(low[k]) + np.int64(more & ((U64(1) << U64(extra[k])) - U64(1)))
+            step = ((step if t & 1 else -step) << shift) + np.int64(more >> U64(extra[k]))
+            value = np.int64(pred[i]) + (-step if ctx[i] & U16(FLIP) else step)
+            value = np.int64(I32(U32(more))) if escape else value
+            if abs(value) > largest:
+                return False
+            values[i] = I32(value)
     state[0] = np.int64(at)
     return True
 
@@ -205,12 +219,9 @@ def prior(lo, hi, sigma, first, places, width, table, per_unit, out):
 
 
 @kernel
-def prior_cost(cells, lo, hi, sigma, places, width, table, per_unit, log2):
-    """Cost of counted tokens, rows of (context, token, count), under a prior; in bits / 256."""
+def weighted(costs, index, count):
+    """What counted symbols cost together."""
     total = np.int64(0)
-    side = width / places
-    for i in range(cells.shape[0]):
-        c, p, t = cells[i, 0] // places, cells[i, 0] % places, cells[i, 1]
-        f = mass(lo[c, t], hi[c, t], sigma[c], p * side, (p + 1) * side, table, per_unit)
-        total += cells[i, 2] * log2[min(f, U32(65535))]
+    for i in range(index.size):
+        total += np.int64(costs[index[i]]) * count[i]
     return total

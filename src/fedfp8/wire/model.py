@@ -22,14 +22,12 @@ from fedfp8.wire import kernels
 __all__ = [
     "BUCKET",
     "EXTRA",
-    "LOG2",
     "LOW",
-    "PER_UNIT",
-    "PLACES",
     "SCALES",
     "SHAPES",
     "TOKENS",
     "Grid",
+    "costs_of",
     "grid_of",
     "narrow_of",
     "prior_of",
@@ -120,6 +118,17 @@ def prior_of(grid: Grid, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray
     narrow = np.repeat(sigma < NARROW, places)
     prior[narrow, 2 * kernels.SINGLE - 1 : TOKENS - 1] = 0
     return prior, row
+
+
+@lru_cache(maxsize=128)
+def costs_of(format: Format | None, shape: int, scale: int) -> np.ndarray:
+    """Cost of [context * TOKENS + token] under a prior, in 1/256 bits: 32 KB, kept for other tensors and rounds."""
+    grid = grid_of(format)
+    places = np.full(len(grid.cell), PLACES, dtype=np.int64)
+    prior = np.empty((PLACES * len(places), TOKENS), dtype=np.uint32)
+    first, table = PLACES * np.arange(len(places)), SHAPES[shape]
+    kernels.prior(grid.lo, grid.hi, sigma_of(grid, scale), first, places, grid.width, table, PER_UNIT, prior)
+    return LOG2[np.minimum(prior, 65535)].astype(np.uint16).reshape(-1)
 
 
 def sigma_of(grid: Grid, scale: int) -> np.ndarray:

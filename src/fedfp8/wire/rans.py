@@ -6,8 +6,12 @@ arrays: contexts are cut to 8 bits, tables are complete by construction, and wor
 Helpers take scalars only: an array passed to one would be reference-counted for every element.
 """
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 LOW = 1 << 31  # states live in [2**31, 2**63) between symbols
@@ -16,31 +20,70 @@ PADDING = 4  # words
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
+def _reciprocals() -> np.ndarray:
+    """ceil(2**(63 + s) / f), s = ceil(log2 f), for every frequency f: `coded` multiplies by it instead of dividing."""
+    f = np.arange(1, 1 << 16, dtype=np.uint64)
+    s = np.ceil(np.log2(f.astype(np.float64))).astype(np.uint64)
+    half, rest = np.divmod(U64(1 << 63), f)
+    tail, more = np.divmod(rest << s, f)
+    return np.concatenate([np.zeros(1, np.uint64), (half << s) + tail + (more > 0)])
+
+
+RECIPROCALS = _reciprocals()
+
+
+@intrinsic
+def divided(typingctx: Any, x: Any, f: Any, reciprocal: Any) -> Any:
+    """x // f by the reciprocal of f: exact for x < 2**63 (Granlund and Montgomery, 1994)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, f, reciprocal = args
+        wide, narrow = ir.IntType(128), ir.IntType(64)
+        product = builder.mul(builder.zext(builder.add(x, x), wide), builder.zext(reciprocal, wide))
+        upper = builder.trunc(builder.lshr(product, wide(64)), narrow)
+        zeros = builder.ctlz(builder.sub(f, narrow(1)), ir.IntType(1)(0))
+        return builder.lshr(upper, builder.and_(builder.neg(zeros), narrow(63)))  # 64 - zeros is s
+
+    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+
+
 @kernel
-def rebuild(counts, prior_, tokens, gain, entries, lut, lut_bits):
-    """entries[row * tokens + t] = start << 16 | frequency, which is at least 1; lut: the first token of a bucket."""
+def rebuild(counts, prior_, tokens, gain, totals, entries, lut, lut_bits):
+    """entries[row * tokens + t] = start << 16 | frequency, which is at least 1; lut: the first token of a bucket.
+
+    totals: of every row when it was last built (0: never). A row that has seen nothing since stays as it is. An encoder
+    needs no lut and passes an empty one.
+    """
     for c in range(counts.size // tokens):
         base = c * tokens
         total = U64(0)
         for t in range(base, base + tokens):
             total += U64(counts[t]) * U64(gain) + U64(prior_[t])
-        best, largest, left = base, U64(0), U64(65536)
+        if total == totals[c]:
+            continue
+        totals[c] = total
+        best, largest, left = base, U64(0), U32(65536)
         for t in range(base, base + tokens):
             v = U64(counts[t]) * U64(gain) + U64(prior_[t])
-            f = U64(prior_[t] > 0) + v * U64(65536 - tokens) // total  # none for tokens that a row does not have
-            entries[t] = U32(f)
+            f = U32(v * U64(65536 - tokens) // total) + U32(prior_[t] > 0)  # none for tokens that a row does not have
+            entries[t] = f
             left -= f
             if v > largest:
                 best, largest = t, v
-        entries[best] += U32(left)
-        start, bucket = U32(0), U32(0)
+        entries[best] += left
+        start = U32(0)
         for t in range(base, base + tokens):
             f = entries[t]
             entries[t] = U32((start << U32(16)) | f)
             start += f
-            while bucket < U32(1 << lut_bits) and (bucket << U32(16 - lut_bits)) < start:
-                lut[(c << lut_bits) + bucket] = U8(t - base)
-                bucket += U32(1)
+        if lut.size:
+            mine, at, right = lut[c << lut_bits : (c + 1) << lut_bits], np.int64(0), U32(16 - lut_bits)
+            for t in range(tokens):
+                e = entries[base + t]
+                end = np.int64(((e >> U32(16)) + (e & U32(0xFFFF)) + (U32(1) << right) - U32(1)) >> right)
+                if at < end:
+                    mine[at:end] = U8(t)
+                    at = end
 
 
 @kernel
@@ -55,47 +98,55 @@ def look_up(tok, ctx, row, tokens, entries, counts, count, out):
 
 
 @kernel
-def coded(x, entry):
-    """The state after a symbol: x // f * 2**16 + x % f + start, for its frequency f."""
-    f = U64(entry & U32(0xFFFF))
-    return x + x // f * (U64(65536) - f) + U64(entry >> U32(16))
-
-
-@kernel
 def full(x, entry):
     """1 if the state must give up a word before the symbol, else 0."""
     return U64(x >= U64(entry & U32(0xFFFF)) << U64(47))
 
 
 @kernel
-def rans_encode(symbols, states, words):
+def coded(x, entry, reciprocal):
+    """The state after a symbol: x // f * 2**16 + x % f + start, for its frequency f."""
+    f = U64(entry & U32(0xFFFF))
+    return x + divided(x, f, reciprocal) * (U64(65536) - f) + U64(entry >> U32(16))
+
+
+@kernel
+def rans_encode(symbols, reciprocals, states, words):
     """Last element first, from states of 2**31; words are filled from the end. Returns the index of the first word."""
     at, i, lanes = U64(words.size), U64(symbols.size), U64(states.size)
+    # A word is written in any case and stays if `at` moves: no branch to mispredict.
     while i and (i % U64(4) or lanes == U64(1)):
         i -= U64(1)
         x, e = states[i % lanes], symbols[i]
         out = full(x, e)
         words[at - U64(1)] = U32(x)
         at -= out
-        states[i % lanes] = coded(x >> (out << U64(5)), e)
+        states[i % lanes] = coded(x >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
     if i == U64(0):
         return np.int64(at)
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     while i:
         i -= U64(4)
-        e0, e1, e2, e3 = symbols[i], symbols[i + U64(1)], symbols[i + U64(2)], symbols[i + U64(3)]
-        o0, o1, o2, o3 = full(x0, e0), full(x1, e1), full(x2, e2), full(x3, e3)
-        # A word is written in any case and stays if `at` moves: no branch to mispredict.
+        e = symbols[i + U64(3)]
+        out = full(x3, e)
         words[at - U64(1)] = U32(x3)
-        at -= o3
+        at -= out
+        x3 = coded(x3 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+        e = symbols[i + U64(2)]
+        out = full(x2, e)
         words[at - U64(1)] = U32(x2)
-        at -= o2
+        at -= out
+        x2 = coded(x2 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+        e = symbols[i + U64(1)]
+        out = full(x1, e)
         words[at - U64(1)] = U32(x1)
-        at -= o1
+        at -= out
+        x1 = coded(x1 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+        e = symbols[i]
+        out = full(x0, e)
         words[at - U64(1)] = U32(x0)
-        at -= o0
-        x0, x1 = coded(x0 >> (o0 << U64(5)), e0), coded(x1 >> (o1 << U64(5)), e1)
-        x2, x3 = coded(x2 >> (o2 << U64(5)), e2), coded(x3 >> (o3 << U64(5)), e3)
+        at -= out
+        x0 = coded(x0 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
     return np.int64(at)
 
@@ -122,44 +173,62 @@ def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, cou
     low, bits, right = U64(LOW), U64(lut_bits), U32(16 - lut_bits)
     x0, x1, x2, x3 = states[0], states[U64(1) % lanes], states[U64(2) % lanes], states[U64(3) % lanes]
     while lanes == U64(4) and i + U64(4) <= n and at <= end:
-        r0, r1 = U64(row[ctx[i] & U16(0xFF)]), U64(row[ctx[i + U64(1)] & U16(0xFF)])
-        r2, r3 = U64(row[ctx[i + U64(2)] & U16(0xFF)]), U64(row[ctx[i + U64(3)] & U16(0xFF)])
-        s0, s1, s2, s3 = U32(x0 & U64(0xFFFF)), U32(x1 & U64(0xFFFF)), U32(x2 & U64(0xFFFF)), U32(x3 & U64(0xFFFF))
-        t0, t1 = r0 * tokens + lut[(r0 << bits) + (s0 >> right)], r1 * tokens + lut[(r1 << bits) + (s1 >> right)]
-        t2, t3 = r2 * tokens + lut[(r2 << bits) + (s2 >> right)], r3 * tokens + lut[(r3 << bits) + (s3 >> right)]
-        e0, e1, e2, e3 = entries[t0], entries[t1], entries[t2], entries[t3]
-        while beyond(s0, e0):
-            t0 += U64(1)
-            e0 = entries[t0]
-        while beyond(s1, e1):
-            t1 += U64(1)
-            e1 = entries[t1]
-        while beyond(s2, e2):
-            t2 += U64(1)
-            e2 = entries[t2]
-        while beyond(s3, e3):
-            t3 += U64(1)
-            e3 = entries[t3]
-        x0, x1, x2, x3 = before(x0, s0, e0), before(x1, s1, e1), before(x2, s2, e2), before(x3, s3, e3)
+        r = U64(row[ctx[i] & U16(0xFF)])
+        s = U32(x0 & U64(0xFFFF))
+        t = r * tokens + lut[(r << bits) + (s >> right)]
+        e = entries[t]
+        while beyond(s, e):
+            t += U64(1)
+            e = entries[t]
+        x0 = before(x0, s, e)
         if x0 < low:
             x0 = (x0 << U64(32)) | U64(words[at])
             at += U64(1)
+        tok[i] = U8(t - r * tokens)
+        if count:
+            counts[t] += U32(1)
+        r = U64(row[ctx[i + U64(1)] & U16(0xFF)])
+        s = U32(x1 & U64(0xFFFF))
+        t = r * tokens + lut[(r << bits) + (s >> right)]
+        e = entries[t]
+        while beyond(s, e):
+            t += U64(1)
+            e = entries[t]
+        x1 = before(x1, s, e)
         if x1 < low:
             x1 = (x1 << U64(32)) | U64(words[at])
             at += U64(1)
+        tok[i + U64(1)] = U8(t - r * tokens)
+        if count:
+            counts[t] += U32(1)
+        r = U64(row[ctx[i + U64(2)] & U16(0xFF)])
+        s = U32(x2 & U64(0xFFFF))
+        t = r * tokens + lut[(r << bits) + (s >> right)]
+        e = entries[t]
+        while beyond(s, e):
+            t += U64(1)
+            e = entries[t]
+        x2 = before(x2, s, e)
         if x2 < low:
             x2 = (x2 << U64(32)) | U64(words[at])
             at += U64(1)
+        tok[i + U64(2)] = U8(t - r * tokens)
+        if count:
+            counts[t] += U32(1)
+        r = U64(row[ctx[i + U64(3)] & U16(0xFF)])
+        s = U32(x3 & U64(0xFFFF))
+        t = r * tokens + lut[(r << bits) + (s >> right)]
+        e = entries[t]
+        while beyond(s, e):
+            t += U64(1)
+            e = entries[t]
+        x3 = before(x3, s, e)
         if x3 < low:
             x3 = (x3 << U64(32)) | U64(words[at])
             at += U64(1)
-        tok[i], tok[i + U64(1)] = U8(t0 - r0 * tokens), U8(t1 - r1 * tokens)
-        tok[i + U64(2)], tok[i + U64(3)] = U8(t2 - r2 * tokens), U8(t3 - r3 * tokens)
+        tok[i + U64(3)] = U8(t - r * tokens)
         if count:
-            counts[t0] += U32(1)
-            counts[t1] += U32(1)
-            counts[t2] += U32(1)
-            counts[t3] += U32(1)
+            counts[t] += U32(1)
         i += U64(4)
     if lanes == U64(4):
         states[0], states[1], states[2], states[3] = x0, x1, x2, x3

@@ -21,21 +21,7 @@ from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
 from fedfp8.wire import kernels
 from fedfp8.wire.container import Reader, varint
-from fedfp8.wire.model import (
-    BUCKET,
-    EXTRA,
-    LOG2,
-    LOW,
-    PER_UNIT,
-    PLACES,
-    SCALES,
-    SHAPES,
-    TOKENS,
-    grid_of,
-    narrow_of,
-    prior_of,
-    sigma_of,
-)
+from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, grid_of, narrow_of, prior_of
 from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
 
 if TYPE_CHECKING:
@@ -108,8 +94,8 @@ class Model:
     scale: int
     shift: int
 
-    def tables(self, plan: "Plan") -> Tables:
-        return Tables(*prior_of(grid_of(plan.format), self.shape, self.scale), GAIN)
+    def tables(self, plan: "Plan", *, decodes: bool = True) -> Tables:
+        return Tables(*prior_of(grid_of(plan.format), self.shape, self.scale), GAIN, decodes=decodes)
 
 
 def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
@@ -125,7 +111,7 @@ def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tup
             predictor = without
     model = fit(predictor, codes)
     narrow = narrow_of(grid_of(plan.format), model.scale)
-    encoder, extra, moved = Encoder(model.tables(plan), plan.size), _Bits(), False
+    encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(), False
     for piece in pieces(plan.size):
         tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)
         moved = moved or bool(tok.any())
@@ -178,13 +164,12 @@ def fit(predictor: Predictor, codes: np.ndarray) -> Model:
         pred, _ = predictor(0, n)
         shift = max(int(np.median(np.abs(codes[:n].astype(np.int64) - pred))).bit_length() - 5, 0)
     tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, _Bits())
-    index, count = np.unique((ctx & 0xFF).astype(np.int64) * TOKENS + tok, return_counts=True)
-    cells = np.stack([index // TOKENS, index % TOKENS, count], axis=1)
-    grid = grid_of(plan.format)
+    counts = np.bincount((ctx & 0xFF).astype(np.int64) * TOKENS + tok)
+    index = np.flatnonzero(counts)
+    counts = counts[index]
 
     def cost(shape: int, scale: int) -> int:
-        table, sigma = SHAPES[shape], sigma_of(grid, scale)
-        return kernels.prior_cost(cells, grid.lo, grid.hi, sigma, PLACES, grid.width, table, PER_UNIT, LOG2)
+        return kernels.weighted(costs_of(plan.format, shape, scale), index, counts)
 
     start = min(SCALES[::16], key=lambda scale: cost(0, scale))
     found = []

@@ -45,17 +45,19 @@ def pieces(count: int, first: int = FIRST_BLOCK) -> Iterator[Piece]:
 class Tables:
     """Frequencies per row, from a prior and what has been seen; `row` maps the 256 contexts to rows."""
 
-    def __init__(self, prior: np.ndarray, row: np.ndarray, gain: int) -> None:
+    def __init__(self, prior: np.ndarray, row: np.ndarray, gain: int, *, decodes: bool = True) -> None:
         rows, self.tokens = prior.shape
         self.prior, self.row, self.gain = prior.reshape(-1), row, gain
         self.lut_bits = 12 if rows == 1 else 8
         self.counts = np.zeros(prior.size, dtype=np.uint32)
+        self.totals = np.zeros(rows, dtype=np.uint64)
         self.entries = np.zeros(prior.size, dtype=np.uint32)
-        self.lut = np.zeros(rows << self.lut_bits, dtype=np.uint8)
+        self.lut = np.zeros(rows << self.lut_bits if decodes else 0, dtype=np.uint8)
         self.rebuild()
 
     def rebuild(self) -> None:
-        rans.rebuild(self.counts, self.prior, self.tokens, self.gain, self.entries, self.lut, self.lut_bits)
+        made = self.totals, self.entries, self.lut, self.lut_bits
+        rans.rebuild(self.counts, self.prior, self.tokens, self.gain, *made)
 
 
 class Encoder:
@@ -74,7 +76,7 @@ class Encoder:
     def finish(self) -> bytes:
         states = np.full(self.lanes, rans.LOW, dtype=np.uint64)
         words = np.empty(self.symbols.size // 2 + 2, dtype=np.uint32)
-        first = rans.rans_encode(self.symbols, states, words)
+        first = rans.rans_encode(self.symbols, rans.RECIPROCALS, states, words)
         return states.astype("<u8").tobytes() + words[first:].astype("<u4").tobytes()
 
 
