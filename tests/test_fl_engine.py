@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedfp8
 from fedfp8.errors import RunError
@@ -64,6 +65,20 @@ def test_killing_a_worker_in_mid_round_changes_nothing_but_a_note(tmp_path: Path
         assert len(pool.notes) == 1 and "worker 0 died (exit code -9) during client" in pool.notes[0]
     assert found.state.fingerprint == wanted.state.fingerprint
     assert (disturbed.digest_up, disturbed.bytes_up, disturbed.rejected) == (record.digest_up, record.bytes_up, [])
+
+
+@pytest.mark.parametrize("method", ["fp32", "uq", "dq"])
+def test_batch_statistics_are_averaged_without_noise(method: str) -> None:
+    """Dithered, a small variance could come out negative, and evaluation as NaN."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    clients = [(x * torch.tensor([1e-3, 1.0, 1.0, 1.0, 30.0]), y) for x, y in own_data(examples=40)]
+    config = tiny(method, 3, clients__fraction=1.0, local__batch_size=40, local__steps=1)
+    history = fedfp8.run(config, model=model, clients=clients, test=clients[0], workers=0)
+    values = dict(history.state)
+    # Three rounds of one batch each, momentum 0.1: var = 0.9**3 + 0.1 * (1 + 0.9 + 0.81) * (mean of the clients' own)
+    own = torch.stack([x.var(0) for x, _ in clients]).mean(0)
+    torch.testing.assert_close(values["0.running_var"], 0.729 + 0.271 * own, rtol=1e-5, atol=1e-6)
+    assert all(line["loss"] == line["loss"] for line in history.rounds if "loss" in line)
 
 
 def test_a_client_that_kills_its_workers_is_given_up(tmp_path: Path) -> None:

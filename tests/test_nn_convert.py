@@ -39,8 +39,8 @@ def test_layout_covers_everything_once_in_the_order_of_state_dict() -> None:
         ("embed.weight", "fp8", "float32"),  # = head.weight, under its first name
         ("norm.weight", "float", "float32"),
         ("norm.bias", "float", "float32"),
-        ("norm.running_mean", "float", "float32"),
-        ("norm.running_var", "float", "float32"),
+        ("norm.running_mean", "buffer", "float32"),
+        ("norm.running_var", "buffer", "float32"),
         ("norm.num_batches_tracked", "integer", "int64"),
         ("head.bias", "float", "float32"),
         ("head.alpha", "range", "float32"),

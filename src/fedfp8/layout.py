@@ -16,9 +16,9 @@ from fedfp8.fp8.format import Format
 
 __all__ = ["KINDS", "Layout", "TensorSpec"]
 
-# fp8: a weight, coded in `format` with the range tensor `range`. float: any other float tensor. range: alpha or beta,
-# always float32. integer: counters and the like, sent as they are.
-KINDS = ("fp8", "float", "range", "integer")
+# fp8: a weight, coded in `format` with the range tensor `range`. float: any other float parameter. Sent as they are:
+# range (alpha or beta, always float32), buffer (float buffers; a variance with noise could be negative), integer.
+KINDS = ("fp8", "float", "range", "buffer", "integer")
 FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
 

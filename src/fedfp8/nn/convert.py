@@ -40,7 +40,9 @@ def layout_of(model: nn.Module) -> Layout:
             return TensorSpec(name, shape, dtype, "fp8", layer.format, range_name)
         if id(tensor) in ranges:
             return TensorSpec(name, shape, "float32", "range")
-        return TensorSpec(name, shape, dtype, "float" if tensor.is_floating_point() else "integer")
+        if not tensor.is_floating_point():
+            return TensorSpec(name, shape, dtype, "integer")
+        return TensorSpec(name, shape, dtype, "float" if isinstance(tensor, nn.Parameter) else "buffer")
 
     return Layout(tuple(spec(name, tensor) for name, tensor in tensors.items()))
 
