@@ -13,12 +13,12 @@ from fedfp8.fl.broadcast import Broadcast
 from fedfp8.fl.client import Client, Task, learning_rate, local_update, minibatches
 from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.federation import Federation, from_tensors
-from fedfp8.fl.links import downlink, receive_up, uplink
+from fedfp8.fl.links import downlink, receive_down, receive_up, uplink
 from fedfp8.fl.simulate import run_round, sample
 from fedfp8.fp8 import Format, quantize
 from fedfp8.rng import derive_seed
 from fedfp8.wire import header
-from fl_tools import Inline, own_data, start, tiny
+from fl_tools import Inline, own_data, rounds_with, start, tiny
 
 
 def federation_of(config: Config, model: nn.Module | None = None) -> Federation:
@@ -110,6 +110,20 @@ def test_a_client_leaves_nothing_behind_for_the_next(settings: dict, tmp_path: P
     with pytest.raises(fedfp8.errors.QuantizationError):
         busy.train(Task(1, 2, payload))
     assert busy.train(Task(1, 1, payload)).payload == alone.payload
+
+
+def test_equal_payloads_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many decodings as there are changes from one payload to the next."""
+    from fedfp8.fl import client
+
+    decoded: list[bytes] = []
+    monkeypatch.setattr(client, "receive_down", lambda p, *rest: decoded.append(p) or receive_down(p, *rest))
+    config = tiny("uq", 4, clients__fraction=0.5)
+    federation, server, store = start(config, tmp_path)
+    workers = Inline(config, federation, tmp_path)
+    rounds_with(workers, config, federation, server, store, 4)
+    runs = [p for p, before in zip(workers.down, [b"", *workers.down[:-1]], strict=True) if p != before]
+    assert decoded == runs and len(set(runs)) > 4 and len(runs) < len(workers.down)
 
 
 def test_cosine_decay_over_rounds() -> None:
