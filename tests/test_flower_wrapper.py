@@ -5,6 +5,7 @@ import importlib
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -477,3 +478,12 @@ def test_example_learns(folder, tmp_path, monkeypatch):
     assert grid.bytes["up"] > whole if folder == "flower-plain" else grid.bytes["up"] < whole / 30
     for name in [n for n in sys.modules if n.startswith("digits_app")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_comparison_of_both_apps_runs():
+    script = Path(__file__).parents[1] / "examples/compare_flower.py"
+    command = [sys.executable, str(script), "--rounds", "1", "--runs", "1"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line[:12] for line in out] == ["10 clients, ", "plain FedAvg", "with the two"]
+    sizes = [float(line.rsplit(" ", 2)[1]) for line in out[1:]]
+    assert sizes[1] < sizes[0] / 10
