@@ -1,7 +1,7 @@
 """Rate and speed of the wire format: bits per weight beside the empirical conditional entropy, and MB/s of codes.
 
     python benchmarks/bench_wire.py [--elements N] [--json]          synthetic pairs and speed
-    python benchmarks/bench_wire.py --pairs FILE.pt                  real pairs: (name, reference, state) dicts
+    python benchmarks/bench_wire.py --run DIR                        real pairs, from a run folder of method uq
 
 The entropy is that of the step from the prediction with known dice, given (16 exponents | 3 classes of |reference|) x
 16 places in the cell. It is counted on the coded tensor itself, so it is too low by about (cells - contexts) / (2 ln 2)
@@ -21,8 +21,14 @@ import numpy as np
 import torch
 
 from fedfp8 import E4M3, Format, quantize, wire
+from fedfp8.fl.checkpoint import RunFolder
+from fedfp8.fl.client import learning_rate, local_update
+from fedfp8.fl.federation import build
+from fedfp8.fl.links import downlink, quantize_down
 from fedfp8.layout import Layout, TensorSpec
-from fedfp8.state import QuantState, State, quantize_state
+from fedfp8.nn import load_state, state_of
+from fedfp8.rng import generator
+from fedfp8.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import codec, rawbits, steps, stream
 
 MOVES = (0.001, 0.005, 0.02, 0.05, 0.1)  # of the weights' std
@@ -129,31 +135,46 @@ def static_speed(q: QuantState) -> dict[str, float]:
 
 
 def real_pairs(path: Path) -> Iterator[tuple[str, QuantState, State]]:
-    """FP8 given the older state, and dithered with 8 times the rms of the change."""
-    saved = torch.load(path, weights_only=True)
-    layout = Layout.from_bytes(saved["layout"])
-    for name, old, new in saved["pairs"]:
-        reference, state = State(layout, dict(old)), State(layout, dict(new))
-        yield f"{name}, fp8", quantize_state(state, seed=7), reference
-        for kappa in (1.0, 8.0):
-            q = quantize_state(state, seed=7, rounding="dithered", step=kappa, step_of="update", reference=reference)
-            yield f"{name}, dithered, step {kappa} rms of the change", q, reference
+    """The next round of a run of FP8FedAvg-UQ: one client's update given what it received, and what is sent down given
+    what clients of earlier rounds still hold."""
+    with RunFolder.open(path) as folder:
+        config, server, store = folder.config, folder.load(), folder.store
+        assert server is not None, f"{path} has no checkpoint"
+        older = {server.round - n: store.get(f) for f, n in server.sent.items()}
+    federation, round = build(config), server.round + 1
+    model, client = federation.network(config), federation.eligible(config)[0]
+    down = quantize_down(config, round, server.state, downlink(config, federation.formats[client]))
+    received = dequantize_state(down)
+    load_state(model, received)
+    dice = generator(config.seed, "train", round, client)
+    local_update(model, federation, client, config.local, learning_rate(config, round), dice)
+    trained = state_of(model)
+    yield "up, fp8", quantize_state(trained, seed=7), received
+    for kappa in STEPS:
+        q = quantize_state(trained, seed=7, rounding="dithered", step=kappa, step_of="update", reference=received)
+        yield f"up, dithered, step {kappa} rms of the change", q, received
+    for age in sorted(older)[:: max(len(older) // 3, 1)]:
+        reference = older[age]
+        assert reference is not None
+        yield f"down, fp8, given the model of {age + 1} rounds ago", down, reference
+        q = quantize_state(server.state, seed=7, rounding="dithered", step=0.3)
+        yield f"down, dithered, step 0.3 rms of the weights, {age + 1} rounds", q, reference
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--elements", type=int, default=1 << 20)
-    parser.add_argument("--pairs", type=Path)
+    parser.add_argument("--run", type=Path, help="a run folder whose checkpoint and data give real pairs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for name, q, reference in real_pairs(args.pairs) if args.pairs else synthetic(args.elements):
+    for name, q, reference in real_pairs(args.run) if args.run else synthetic(args.elements):
         for row in rates(q, reference):
-            if args.pairs is None:
+            if args.run is None:
                 row.update(speed(next(codec.plans(q, reference)), q.codes["w"].numpy()))
             rows.append({"pair": name, **row})
-    if args.pairs is None:
+    if args.run is None:
         rows.append({"pair": "static, one byte a symbol", **static_speed(next(synthetic(args.elements))[1])})
     if args.json:
         print(json.dumps(rows, indent=1))
