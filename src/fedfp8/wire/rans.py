@@ -1,7 +1,8 @@
 """Numba kernels of the coder itself: frequency tables, rANS with 64-bit states, 32-bit words and 16-bit frequencies.
 
-Element i of a tensor belongs to lane i % lanes; four lanes keep the processor busy. The decoder never reads past its
-arrays: contexts are cut to 8 bits, tables are complete by construction, and words end in four words of padding.
+Element i of a tensor belongs to lane i % lanes; four lanes, which take turns in four registers, keep the processor busy.
+The decoder never reads past its arrays: contexts are cut to 8 bits, tables are complete by construction, and words end
+in four words of padding.
 
 Helpers take scalars only: an array passed to one would be reference-counted for every element.
 """
@@ -113,41 +114,21 @@ def coded(x, entry, reciprocal):
 @kernel
 def rans_encode(symbols, reciprocals, states, words):
     """Last element first, from states of 2**31; words are filled from the end. Returns the index of the first word."""
-    at, i, lanes = U64(words.size), U64(symbols.size), U64(states.size)
-    # A word is written in any case and stays if `at` moves: no branch to mispredict.
-    while i and (i % U64(4) or lanes == U64(1)):
-        i -= U64(1)
-        x, e = states[i % lanes], symbols[i]
-        out = full(x, e)
-        words[at - U64(1)] = U32(x)
-        at -= out
-        states[i % lanes] = coded(x >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
-    if i == U64(0):
-        return np.int64(at)
-    x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
+    at, i, single = U64(words.size), U64(symbols.size), states.size == 1
+    x0 = x1 = x2 = x3 = U64(LOW)
     while i:
-        i -= U64(4)
-        e = symbols[i + U64(3)]
-        out = full(x3, e)
-        words[at - U64(1)] = U32(x3)
-        at -= out
-        x3 = coded(x3 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
-        e = symbols[i + U64(2)]
-        out = full(x2, e)
-        words[at - U64(1)] = U32(x2)
-        at -= out
-        x2 = coded(x2 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
-        e = symbols[i + U64(1)]
-        out = full(x1, e)
-        words[at - U64(1)] = U32(x1)
-        at -= out
-        x1 = coded(x1 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+        i -= U64(1)
         e = symbols[i]
         out = full(x0, e)
-        words[at - U64(1)] = U32(x0)
+        words[at - U64(1)] = U32(x0)  # in any case; it stays if `at` moves: no branch to mispredict
         at -= out
-        x0 = coded(x0 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
-    states[0], states[1], states[2], states[3] = x0, x1, x2, x3
+        x = coded(x0 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+        x0, x1, x2, x3 = x1, x2, x3, x
+        if single:
+            x0 = x
+    states[0] = x3
+    if not single:
+        states[1], states[2], states[3] = x2, x1, x0
     return np.int64(at)
 
 
@@ -163,16 +144,17 @@ def before(x, slot, entry):
 
 
 @kernel
-def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, counts, count, tok):
+def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, counts, count, alone, tok):
     """Tokens of the next elements, the first of which is in lane 0. Returns the next word, beyond the end if short.
 
-    The last PADDING words must be padding.
+    The last PADDING words must be padding. alone: None for four lanes, anything else for one: Numba compiles these
+    apart, where a condition in the loop would make each lane wait for the one before.
     """
-    at, i, n = U64(at), U64(0), U64(tok.size)
-    end, lanes, tokens = U64(words.size - PADDING), U64(states.size), U64(tokens)
-    low, bits, right = U64(LOW), U64(lut_bits), U32(16 - lut_bits)
-    x0, x1, x2, x3 = states[0], states[U64(1) % lanes], states[U64(2) % lanes], states[U64(3) % lanes]
-    while lanes == U64(4) and i + U64(4) <= n and at <= end:
+    at, i, n, end = U64(at), U64(0), U64(tok.size), U64(words.size - PADDING)
+    tokens, low, bits, right = U64(tokens), U64(LOW), U64(lut_bits), U32(16 - lut_bits)
+    last = U64(states.size - 1)
+    x0, x1, x2, x3 = states[0], states[U64(1) & last], states[U64(2) & last], states[U64(3) & last]
+    while i < n and at <= end:
         r = U64(row[ctx[i] & U16(0xFF)])
         s = U32(x0 & U64(0xFFFF))
         t = r * tokens + lut[(r << bits) + (s >> right)]
@@ -180,113 +162,45 @@ def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, cou
         while beyond(s, e):
             t += U64(1)
             e = entries[t]
-        x0 = before(x0, s, e)
-        if x0 < low:
-            x0 = (x0 << U64(32)) | U64(words[at])
-            at += U64(1)
-        tok[i] = U8(t - r * tokens)
-        if count:
-            counts[t] += U32(1)
-        r = U64(row[ctx[i + U64(1)] & U16(0xFF)])
-        s = U32(x1 & U64(0xFFFF))
-        t = r * tokens + lut[(r << bits) + (s >> right)]
-        e = entries[t]
-        while beyond(s, e):
-            t += U64(1)
-            e = entries[t]
-        x1 = before(x1, s, e)
-        if x1 < low:
-            x1 = (x1 << U64(32)) | U64(words[at])
-            at += U64(1)
-        tok[i + U64(1)] = U8(t - r * tokens)
-        if count:
-            counts[t] += U32(1)
-        r = U64(row[ctx[i + U64(2)] & U16(0xFF)])
-        s = U32(x2 & U64(0xFFFF))
-        t = r * tokens + lut[(r << bits) + (s >> right)]
-        e = entries[t]
-        while beyond(s, e):
-            t += U64(1)
-            e = entries[t]
-        x2 = before(x2, s, e)
-        if x2 < low:
-            x2 = (x2 << U64(32)) | U64(words[at])
-            at += U64(1)
-        tok[i + U64(2)] = U8(t - r * tokens)
-        if count:
-            counts[t] += U32(1)
-        r = U64(row[ctx[i + U64(3)] & U16(0xFF)])
-        s = U32(x3 & U64(0xFFFF))
-        t = r * tokens + lut[(r << bits) + (s >> right)]
-        e = entries[t]
-        while beyond(s, e):
-            t += U64(1)
-            e = entries[t]
-        x3 = before(x3, s, e)
-        if x3 < low:
-            x3 = (x3 << U64(32)) | U64(words[at])
-            at += U64(1)
-        tok[i + U64(3)] = U8(t - r * tokens)
-        if count:
-            counts[t] += U32(1)
-        i += U64(4)
-    if lanes == U64(4):
-        states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    while i < n and at <= end:
-        r, x = U64(row[ctx[i] & U16(0xFF)]), states[i % lanes]
-        s = U32(x & U64(0xFFFF))
-        t = r * tokens + lut[(r << bits) + (s >> right)]
-        while beyond(s, entries[t]):
-            t += U64(1)
-        x = before(x, s, entries[t])
+        x = before(x0, s, e)
         if x < low:
             x = (x << U64(32)) | U64(words[at])
             at += U64(1)
-        states[i % lanes] = x
         tok[i] = U8(t - r * tokens)
         if count:
             counts[t] += U32(1)
+        x0, x1, x2, x3 = x1, x2, x3, x
+        if alone is not None:
+            x0 = x
         i += U64(1)
+    states[0] = x0
+    if alone is None:
+        states[1], states[2], states[3] = x1, x2, x3
     return np.int64(at)
 
 
 @kernel
 def rans_decode_one(states, words, at, entries, lut, lut_bits, counts, count, tok):
-    """The same for a single table and four lanes, in whole groups of four. Returns (next word, elements done).
+    """The same for a single table and four lanes.
 
     For one table of many symbols words come often and irregularly: here they are taken without a branch.
     """
     at, i, n, end = U64(at), U64(0), U64(tok.size), U64(words.size - PADDING)
     low, right = U64(LOW), U32(16 - lut_bits)
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-    while i + U64(4) <= n and at <= end:
-        s0, s1, s2, s3 = U32(x0 & U64(0xFFFF)), U32(x1 & U64(0xFFFF)), U32(x2 & U64(0xFFFF)), U32(x3 & U64(0xFFFF))
-        t0, t1, t2, t3 = U64(lut[s0 >> right]), U64(lut[s1 >> right]), U64(lut[s2 >> right]), U64(lut[s3 >> right])
-        while beyond(s0, entries[t0]):
-            t0 += U64(1)
-        while beyond(s1, entries[t1]):
-            t1 += U64(1)
-        while beyond(s2, entries[t2]):
-            t2 += U64(1)
-        while beyond(s3, entries[t3]):
-            t3 += U64(1)
-        x0, x1 = before(x0, s0, entries[t0]), before(x1, s1, entries[t1])
-        x2, x3 = before(x2, s2, entries[t2]), before(x3, s3, entries[t3])
-        o0, o1, o2, o3 = U64(x0 < low), U64(x1 < low), U64(x2 < low), U64(x3 < low)
-        x0 = (x0 << (o0 << U64(5))) | (U64(words[at]) * o0)
-        at += o0
-        x1 = (x1 << (o1 << U64(5))) | (U64(words[at]) * o1)
-        at += o1
-        x2 = (x2 << (o2 << U64(5))) | (U64(words[at]) * o2)
-        at += o2
-        x3 = (x3 << (o3 << U64(5))) | (U64(words[at]) * o3)
-        at += o3
-        tok[i], tok[i + U64(1)], tok[i + U64(2)], tok[i + U64(3)] = U8(t0), U8(t1), U8(t2), U8(t3)
+    while i < n and at <= end:
+        s = U32(x0 & U64(0xFFFF))
+        t = U64(lut[s >> right])
+        while beyond(s, entries[t]):
+            t += U64(1)
+        x = before(x0, s, entries[t])
+        out = U64(x < low)
+        x = (x << (out << U64(5))) | (U64(words[at]) * out)
+        at += out
+        tok[i] = U8(t)
         if count:
-            counts[t0] += U32(1)
-            counts[t1] += U32(1)
-            counts[t2] += U32(1)
-            counts[t3] += U32(1)
-        i += U64(4)
+            counts[t] += U32(1)
+        x0, x1, x2, x3 = x1, x2, x3, x
+        i += U64(1)
     states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    return np.int64(at), np.int64(i)
+    return np.int64(at)

@@ -95,13 +95,13 @@ class Decoder:
             raise WireFormatError(f"a coder state is out of range; {AGAIN}")
 
     def pull(self, piece: Piece, ctx: np.ndarray, tok: np.ndarray) -> None:
-        t, done = self.tables, 0
-        if len(t.lut) == 1 << t.lut_bits and len(self.states) == 4:
-            one = t.entries, t.lut, t.lut_bits, t.counts
-            self.at, done = rans.rans_decode_one(self.states, self.words, self.at, *one, piece.counts, tok)
-        table = t.row, t.tokens, t.entries, t.lut, t.lut_bits, t.counts
-        rest = ctx[done:], *table, piece.counts, tok[done:]
-        self.at = rans.rans_decode(self.states, self.words, self.at, *rest)
+        t, coded = self.tables, (self.states, self.words, self.at)
+        found = t.entries, t.lut, t.lut_bits, t.counts, piece.counts
+        if len(t.totals) == 1 and len(self.states) == 4:
+            self.at = rans.rans_decode_one(*coded, *found, tok)
+        else:
+            alone = None if len(self.states) == 4 else True
+            self.at = rans.rans_decode(*coded, ctx, t.row, t.tokens, *found, alone, tok)
         if self.at > len(self.words) - rans.PADDING:
             raise WireFormatError(f"the coded symbols end before the tensor does; {AGAIN}")
         if piece.rebuild:
