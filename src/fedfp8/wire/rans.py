@@ -1,6 +1,6 @@
 """Numba kernels of the coder itself: frequency tables, rANS with 64-bit states, 32-bit words and 16-bit frequencies.
 
-Element i of a tensor belongs to lane i % lanes; four lanes, which take turns in four registers, keep the processor busy.
+Element i of a tensor belongs to lane i % lanes; four lanes, which take turns in registers, keep the processor busy.
 The decoder never reads past its arrays: contexts are cut to 8 bits, tables are complete by construction, and words end
 in four words of padding.
 
