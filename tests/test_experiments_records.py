@@ -154,7 +154,8 @@ def test_two_runs_for_one_place_are_refused(tmp_path: Path) -> None:
 
 
 def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
-    write_run(tmp_path, "fp32", 0, [0.4, 0.6], 400, sizes=100)
+    path = write_run(tmp_path, "fp32", 0, [0.4, 0.6], 400, sizes=100) / "config.toml"
+    path.write_text(path.read_text().replace("augment = true", "augment = false"))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- records:begin -->\nold\n<!-- records:end -->\nafter\n")
     groups = by_cell(find_runs(tmp_path))
@@ -163,6 +164,8 @@ def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
         text = page.read_text()
         assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
         assert "| lenet-cifar10-iid | fp32 | 82.1 ± 0.1 / 1.0× | 60.0 / 1.0× raw, 1.0× sent | 2 rounds" in text
+        assert "--only lenet-cifar10-iid --methods fp32 --rounds 2 --seeds 0 --set local.augment=false`" in text
+        assert "--only lenet-cifar10-dir --methods fp32`" in text  # not run yet: at the paper's length
     assert len(docs_table(groups).rows) == 36
     page.write_text("no markers")
     with pytest.raises(ConfigError, match="records:begin"):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ALL", "CELLS", "SETUPS", "TABLES", "Cell", "PaperTable", "Reported", "deviations"]
+__all__ = ["ALL", "CELLS", "SETUPS", "TABLES", "Cell", "PaperTable", "Reported", "changes", "deviations"]
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ def _setup(cell: str) -> dict[str, Any]:
 SETUPS: dict[str, dict[str, Any]] = {cell: _setup(cell) for cell in CELLS}
 
 
+def changes(cell: str, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings in which a run departs from the paper's setup: key -> (the run's, the paper's)."""
+    given = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in SETUPS.get(cell, {})}
+    return {key: (given[key], wanted) for key, wanted in SETUPS.get(cell, {}).items() if given[key] != wanted}
+
+
 def deviations(cell: str, config: Mapping[str, Any]) -> list[str]:
-    """Where a run's config departs from the paper's setup: ``["round.count 60 (paper: 1000)"]``."""
-    found = []
-    for key, wanted in SETUPS.get(cell, {}).items():
-        section, _, name = key.partition(".")
-        given = config[section][name]
-        if given != wanted:
-            found.append(f"{key} {given} (paper: {wanted})")
-    return found
+    """The same in words: ``["round.count 60 (paper: 1000)"]``."""
+    return [f"{key} {ours} (paper: {theirs})" for key, (ours, theirs) in changes(cell, config).items()]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfp8.errors import ConfigError
 from fedfp8.experiments.compare import Row, compare
-from fedfp8.experiments.paper import CELLS, TABLES, PaperTable, Reported, deviations
+from fedfp8.experiments.paper import CELLS, TABLES, PaperTable, Reported, changes, deviations
 from fedfp8.experiments.plots import NAMES
 from fedfp8.experiments.records import RunRecord, by_cell, find_runs
 from fedfp8.experiments.tables import NONE, Table, duration_text, gain_text, size_text, spread_text
@@ -114,14 +114,22 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
     known = [table.numbers[cell] for table in TABLES.values() if cell in table.numbers]
     paper = next((numbers[method].text() for numbers in known if method in numbers), NONE)
     experiment = next((t.name for t in TABLES.values() if method in t.methods and cell in t.numbers), "table1")
-    command = (
-        f"`fedfp8 reproduce {experiment} --only {cell} --methods {'fp32' if method == 'fp32' else f'fp32,{method}'}`"
-    )
+    methods = "fp32" if method == "fp32" else f"fp32,{method}"
+    command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs)}`"
     if row is None:
         return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
     ours = f"{spread_text(row.accuracy, 100)} / {gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent"
     length = f"{row.rounds} rounds, {duration_text(row.seconds / len(runs))}" + _rest(runs)
     return [cell, method, paper, ours, length, machine_of(runs), runs[-1].date, command]
+
+
+def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
+    """What to add to the command for runs like these: length, seeds, and settings that are not the paper's."""
+    if row is None:
+        return ""
+    changed = {k: ours for run in runs for k, (ours, _) in changes(cell, run.config).items() if k != "round.count"}
+    settings = "".join(f" --set {key}={str(value).lower()}" for key, value in changed.items())
+    return f" --rounds {row.rounds} --seeds {','.join(str(run.seed) for run in runs)}{settings}"
 
 
 def _rest(runs: Sequence[RunRecord]) -> str:
