@@ -40,7 +40,7 @@ def test_priors_are_distributions(format: Format | None) -> None:
     assert (hi >= lo).all() and np.array_equal(lo[:, 1:], hi[:, :-1])
     for shape in range(len(model.SHAPES)):
         for scale in (80, 120, 136, 160):
-            prior, row = model.prior_of(grid, shape, scale)
+            prior, row = model.prior_of(format, shape, scale)
             sigma = float(model.sigma_of(grid, scale).max())
             total = prior.sum(axis=1)
             assert (total <= 65536 + 2 * model.TOKENS).all()

@@ -37,6 +37,7 @@ class State(Mapping[str, torch.Tensor]):
 
     layout: Layout
     tensors: dict[str, torch.Tensor]
+    _rms: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if list(self.tensors) != [spec.name for spec in self.layout]:
@@ -69,6 +70,12 @@ class State(Mapping[str, torch.Tensor]):
         for tensor in self.tensors.values():
             digest.update(tensor.view(-1).numpy().data if tensor.numel() else b"")
         return digest.digest()
+
+    def rms(self, name: str) -> float:
+        """Root mean square of a tensor; computed once, since every message given this state asks for it."""
+        if name not in self._rms:
+            self._rms[name] = rms(self.tensors[name])
+        return self._rms[name]
 
     def with_layout(self, layout: Layout) -> "State":
         """The same tensors under a layout that differs in formats only."""
@@ -167,7 +174,7 @@ def _step(
     reference: State | None,
 ) -> float:
     """The absolute float32 step of one tensor; 0.0 for a tensor that is all zero or empty."""
-    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    largest = max(abs(float(end)) for end in tensor.aminmax()) if tensor.numel() else 0.0
     if largest == 0.0:
         return 0.0
     if not np.isfinite(largest):

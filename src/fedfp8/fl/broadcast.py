@@ -8,6 +8,7 @@ from fedfp8.fl.config import Config
 from fedfp8.fl.links import Link, quantize_down, send
 from fedfp8.fl.store import ModelStore
 from fedfp8.state import QuantState, State, dequantize_state
+from fedfp8.wire import CHECKSUM
 
 __all__ = ["Broadcast", "Server"]
 
@@ -49,7 +50,7 @@ class Broadcast:
             self._payloads[key] = send(self.config, message, reference)
         payload = self._payloads[key]
         self._received[client] = None
-        self._digest.update(payload)
+        self._digest.update(payload[-CHECKSUM:])
         self.bytes += len(payload)
         return payload
 

@@ -22,6 +22,7 @@ from fedfp8.fl.server_opt import server_optimize
 from fedfp8.fl.store import ModelStore
 from fedfp8.rng import derive_seed, generator
 from fedfp8.state import State
+from fedfp8.wire import CHECKSUM
 
 __all__ = ["Record", "Workers", "decode_update", "run_round", "sample", "server_step"]
 
@@ -46,7 +47,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     server_opt: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    digest_down: str = ""  # of all payloads of the round, in client order
+    digest_down: str = ""  # of the checksums of all payloads of the round, in client order
     digest_up: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -66,7 +67,7 @@ def run_round(
     for reply in workers.train(tasks):
         record.bytes_up += len(reply.payload)
         record.bytes_down += reply.resent
-        digest.update(reply.payload)
+        digest.update(reply.payload[-CHECKSUM:])
         try:
             update = decode_update(reply, config, federation, broadcast)
         except Fedfp8Error as error:

@@ -3,8 +3,8 @@
 Knows layouts and quantized states, nothing of networks. Everything here is deterministic: equal input, equal bytes.
 """
 
-from fedfp8.wire.container import VERSION, Header, header
+from fedfp8.wire.container import CHECKSUM, VERSION, Header, header
 from fedfp8.wire.inspection import Inspection, inspect
 from fedfp8.wire.message import decode, encode
 
-__all__ = ["VERSION", "Header", "Inspection", "decode", "encode", "header", "inspect"]
+__all__ = ["CHECKSUM", "VERSION", "Header", "Inspection", "decode", "encode", "header", "inspect"]

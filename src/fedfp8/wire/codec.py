@@ -37,6 +37,7 @@ class Plan:
     alpha: float
     step: float
     reference: np.ndarray | None
+    reference_rms: float  # of a dithered tensor's reference, else 0
 
     @property
     def name(self) -> str:
@@ -72,8 +73,9 @@ def plans(q: QuantState, reference: State | None) -> Iterator[Plan]:
         alpha = 0.0 if dithered or spec.range is None else float(q.rest[spec.range])
         step = q.steps[spec.name] if dithered else 0.0
         values = None if reference is None else reference[spec.name].view(-1).numpy()
+        size = 0.0 if reference is None or not dithered else reference.rms(spec.name)
         seed = tensor_seed(q.seed, index)
-        yield Plan(spec, spec.size, dithered, q.rounding != "nearest", seed, alpha, step, values)
+        yield Plan(spec, spec.size, dithered, q.rounding != "nearest", seed, alpha, step, values, size)
 
 
 def mode_name(mode: int) -> str:

@@ -19,7 +19,7 @@ __all__ = ["VERSION", "Header", "Reader", "checked_body", "header", "seal", "var
 MAGIC = b"fp8w"
 VERSION = 1
 FINGERPRINT = 8
-CHECKSUM = 8
+CHECKSUM = 8  # bytes; the last ones of a payload
 HAS_REFERENCE, HAS_LAYOUT = 1, 2  # flags; bits 2 and 3 are the rounding, the others must be 0
 LAYOUT_LIMIT = 1 << 24  # bytes of a layout once decompressed: far above any model, far below harm
 AGAIN = "the message is damaged or cut short: ask the sender for it again"
@@ -96,8 +96,12 @@ def write_header(layout: Layout, rounding: str, seed: int, reference: bytes | No
     return head + varint(len(packed)) + packed
 
 
-def seal(payload: bytes) -> bytes:
-    return payload + _checksum(payload)
+def seal(*parts: "bytes | memoryview") -> bytes:
+    """The parts of a payload in one piece, with the checksum at the end; nothing is copied twice."""
+    digest = _checksum()
+    for part in parts:
+        digest.update(part)
+    return b"".join([*parts, digest.digest()])
 
 
 def header(payload: bytes) -> Header:
@@ -122,10 +126,10 @@ def header(payload: bytes) -> Header:
 
 def checked_body(payload: bytes, layout: Layout | None) -> tuple[Header, Layout, Reader]:
     """The header, the layout (the payload's own, or the given one) and a reader at the start of the body."""
-    head = header(payload)
-    if len(payload) < head.size + CHECKSUM or payload[-CHECKSUM:] != _checksum(payload[:-CHECKSUM]):
+    head, body = header(payload), memoryview(payload)[:-CHECKSUM]
+    if len(payload) < head.size + CHECKSUM or payload[-CHECKSUM:] != _checksum(body).digest():
         raise WireFormatError(f"checksum of the payload ({len(payload)} bytes) does not match; {AGAIN}")
-    reader = Reader(memoryview(payload)[head.size : -CHECKSUM])
+    reader = Reader(body[head.size :])
     if head.has_layout:
         own = _read_layout(reader)
         if own.fingerprint != head.layout_fingerprint:
@@ -148,8 +152,8 @@ def checked_body(payload: bytes, layout: Layout | None) -> tuple[Header, Layout,
     return head, layout, reader
 
 
-def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=CHECKSUM).digest()
+def _checksum(data: "bytes | memoryview" = b"") -> "hashlib.blake2b":
+    return hashlib.blake2b(data, digest_size=CHECKSUM)
 
 
 def _read_layout(reader: Reader) -> Layout:

@@ -40,17 +40,16 @@ def encode(q: QuantState, *, reference: State | None = None, lossless: bool = Tr
     if used is not None and not any(m[0] & 3 in (codec.REFERENCE, codec.SAME) for m in coded[::3]):
         used = None  # it helped no tensor: the receiver need not have it
     head = write_header(q.layout, q.rounding, q.seed, None if used is None else used.fingerprint, with_layout)
-    return seal(b"".join([head, _write_plain(q), *coded]))
+    return seal(head, *_write_plain(q), *coded)
 
 
-def _write_plain(q: QuantState) -> bytes:
-    out = []
+def _write_plain(q: QuantState) -> Iterator[bytes | memoryview]:
     for spec in q.layout:
         if spec.name in q.rest:
-            _check_rest(spec, q.rest[spec.name], _is_alpha(q.layout, q.rounding, spec), QuantizationError)
-            out.append(q.rest[spec.name].contiguous().numpy().tobytes())
-    out.append(np.array([q.steps[name] for name in q.codes if q.rounding == "dithered"], dtype="<f4").tobytes())
-    return b"".join(out)
+            tensor = q.rest[spec.name]
+            _check_rest(spec, tensor, _is_alpha(q.layout, q.rounding, spec), QuantizationError)
+            yield tensor.contiguous().view(-1).numpy().data if spec.size else b""
+    yield np.array([q.steps[name] for name in q.codes if q.rounding == "dithered"], dtype="<f4").tobytes()
 
 
 def decode(payload: bytes, layout: Layout | None = None, *, reference: State | None = None) -> QuantState:

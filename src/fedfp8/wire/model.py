@@ -99,12 +99,14 @@ def narrow_of(grid: Grid, scale: int) -> np.ndarray:
     return narrow
 
 
-def prior_of(grid: Grid, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=64)
+def prior_of(format: Format | None, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
     """(prior[row, token] of about 2**16 a row, row of each context).
 
     The wider the updates, the less the place in the cell says: places are pooled so that a pool is at most a third of
     sigma wide.
     """
+    grid = grid_of(format)
     sigma = sigma_of(grid, scale)
     places = np.full(len(sigma), PLACES, dtype=np.int64)
     for bound in (0.375, 0.75, 1.5, 3.0):

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedfp8.errors import WireFormatError
-from fedfp8.fp8 import rms
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
 from fedfp8.wire import kernels
@@ -47,7 +45,7 @@ class Predictor:
         self.constants = self._uniform() if plan.dithered else self._float()
 
     def _uniform(self) -> tuple[Any, ...]:
-        size = 0.0 if self.reference is None else rms(torch.from_numpy(self.reference))
+        size = self.plan.reference_rms
         return np.float32(1.0 / self.plan.step), FARTHEST, np.float32(size / 2), np.float32(size * 1.5)
 
     def _float(self) -> tuple[Any, ...]:
@@ -95,7 +93,7 @@ class Model:
     shift: int
 
     def tables(self, plan: "Plan", *, decodes: bool = True) -> Tables:
-        return Tables(*prior_of(grid_of(plan.format), self.shape, self.scale), GAIN, decodes=decodes)
+        return Tables(*prior_of(plan.format, self.shape, self.scale), GAIN, decodes=decodes)
 
 
 def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
@@ -111,7 +109,7 @@ def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tup
             predictor = without
     model = fit(predictor, codes)
     narrow = narrow_of(grid_of(plan.format), model.scale)
-    encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(), False
+    encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(plan.size), False
     for piece in pieces(plan.size):
         tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)
         moved = moved or bool(tok.any())
@@ -124,24 +122,23 @@ def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tup
 
 
 class _Bits:
-    """Extra bits, low bit first, in 64-bit words; whole words are moved out after every piece."""
+    """Extra bits, low bit first, in 64-bit words; whole words are moved out before every piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self.done: list[bytes] = []
-        self.buffer = np.zeros(1, np.uint64)
+        self.buffer = np.zeros(min(count, PIECE) + 2, np.uint64)  # a word an element, and one that is not full
         self.at = np.zeros(1, np.int64)
 
-    def room(self, count: int) -> None:
-        """Make room for `count` more elements."""
+    def room(self) -> None:
+        """Make room for another piece."""
         whole = int(self.at[0]) >> 6
         self.done.append(self.buffer[:whole].astype("<u8").tobytes())
-        rest = self.buffer[whole]
-        self.buffer = np.zeros(count + 2, np.uint64)
-        self.buffer[0] = rest
+        self.buffer[0] = self.buffer[whole]
+        self.buffer[1 : whole + 1] = 0
         self.at[0] &= 63
 
     def finish(self) -> bytes:
-        last = self.buffer.astype("<u8").tobytes()[: int(self.at[0]) + 7 >> 3]
+        last = self.buffer[: (int(self.at[0]) >> 6) + 1].astype("<u8").tobytes()[: int(self.at[0]) + 7 >> 3]
         return b"".join([*self.done, last])
 
 
@@ -150,7 +147,7 @@ def _tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     pred, ctx = predictor(start, stop)
     tok = np.empty(stop - start, np.uint8)
-    extra.room(stop - start)
+    extra.room()
     values = predictor.ranks(codes[start:stop])
     kernels.tokenise(values, pred, ctx, narrow, shift, BUCKET, LOW, EXTRA, tok, extra.buffer, extra.at)
     return tok, ctx
@@ -163,7 +160,7 @@ def fit(predictor: Predictor, codes: np.ndarray) -> Model:
     if plan.dithered:
         pred, _ = predictor(0, n)
         shift = max(int(np.median(np.abs(codes[:n].astype(np.int64) - pred))).bit_length() - 5, 0)
-    tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, _Bits())
+    tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, _Bits(n))
     counts = np.bincount((ctx & 0xFF).astype(np.int64) * TOKENS + tok)
     index = np.flatnonzero(counts)
     counts = counts[index]
