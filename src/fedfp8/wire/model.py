@@ -99,7 +99,6 @@ def narrow_of(grid: Grid, scale: int) -> np.ndarray:
     return narrow
 
 
-@lru_cache(maxsize=64)
 def prior_of(format: Format | None, shape: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
     """(prior[row, token] of about 2**16 a row, row of each context).
 

@@ -10,11 +10,13 @@ static of the uniform grid) the reference is 0 everywhere, and the dice alone st
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedfp8.errors import WireFormatError
+from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
 from fedfp8.wire import kernels
@@ -93,7 +95,13 @@ class Model:
     shift: int
 
     def tables(self, plan: "Plan", *, decodes: bool = True) -> Tables:
-        return Tables(*prior_of(plan.format, self.shape, self.scale), GAIN, decodes=decodes)
+        return _tables(plan.format, self.shape, self.scale, decodes).copy()
+
+
+@lru_cache(maxsize=32)
+def _tables(format: Format | None, shape: int, scale: int, decodes: bool) -> Tables:
+    """Before any symbol is seen; kept, up to 200 KB each, for the tensors and rounds that begin with the same."""
+    return Tables(*prior_of(format, shape, scale), GAIN, decodes=decodes)
 
 
 def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:

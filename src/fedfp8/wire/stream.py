@@ -5,6 +5,7 @@ Tables are fixed within a block and rebuilt between blocks from the prior and al
 as with static tables. rANS states are written first, then the words in the order in which the decoder needs them.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -54,6 +55,12 @@ class Tables:
         self.entries = np.zeros(prior.size, dtype=np.uint32)
         self.lut = np.zeros(rows << self.lut_bits if decodes else 0, dtype=np.uint8)
         self.rebuild()
+
+    def copy(self) -> "Tables":
+        new = copy.copy(self)
+        new.counts, new.totals = self.counts.copy(), self.totals.copy()
+        new.entries, new.lut = self.entries.copy(), self.lut.copy()
+        return new
 
     def rebuild(self) -> None:
         made = self.totals, self.entries, self.lut, self.lut_bits
