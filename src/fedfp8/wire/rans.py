@@ -144,11 +144,12 @@ def before(x, slot, entry):
 
 
 @kernel
-def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, counts, count, alone, tok):
+def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, counts, count, alone, often, tok):
     """Tokens of the next elements, the first of which is in lane 0. Returns the next word, beyond the end if short.
 
     The last PADDING words must be padding. alone: None for four lanes, anything else for one: Numba compiles these
-    apart, where a condition in the loop would make each lane wait for the one before.
+    apart, where a condition in the loop would make each lane wait for the one before. often: None if words are rare
+    enough for a branch, which is then mostly predicted.
     """
     at, i, n, end = U64(at), U64(0), U64(tok.size), U64(words.size - PADDING)
     tokens, low, bits, right = U64(tokens), U64(LOW), U64(lut_bits), U32(16 - lut_bits)
@@ -163,7 +164,11 @@ def rans_decode(states, words, at, ctx, row, tokens, entries, lut, lut_bits, cou
             t += U64(1)
             e = entries[t]
         x = before(x0, s, e)
-        if x < low:
+        if often is not None:
+            out = U64(x < low)
+            x = (x << (out << U64(5))) | (U64(words[at]) * out)
+            at += out
+        elif x < low:
             x = (x << U64(32)) | U64(words[at])
             at += U64(1)
         tok[i] = U8(t - r * tokens)

@@ -98,6 +98,8 @@ class Decoder:
         self.states = np.frombuffer(data[:head], dtype="<u8").astype(np.uint64)
         self.words = np.concatenate([np.frombuffer(data[head:], dtype="<u4"), np.zeros(rans.PADDING, np.uint32)])
         self.at = 0
+        self.alone = None if len(self.states) == 4 else True
+        self.often = True if 32 * len(self.words) > 2 * count else None  # more than two bits a symbol
         if bool((self.states < rans.LOW).any()) or bool((self.states >> np.uint64(63)).any()):
             raise WireFormatError(f"a coder state is out of range; {AGAIN}")
 
@@ -107,8 +109,7 @@ class Decoder:
         if len(t.totals) == 1 and len(self.states) == 4:
             self.at = rans.rans_decode_one(*coded, *found, tok)
         else:
-            alone = None if len(self.states) == 4 else True
-            self.at = rans.rans_decode(*coded, ctx, t.row, t.tokens, *found, alone, tok)
+            self.at = rans.rans_decode(*coded, ctx, t.row, t.tokens, *found, self.alone, self.often, tok)
         if self.at > len(self.words) - rans.PADDING:
             raise WireFormatError(f"the coded symbols end before the tensor does; {AGAIN}")
         if piece.rebuild:
