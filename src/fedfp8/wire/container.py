@@ -14,7 +14,7 @@ from fedfp8.errors import WireFormatError
 from fedfp8.layout import Layout
 from fedfp8.state import ROUNDINGS
 
-__all__ = ["VERSION", "Header", "Reader", "checked_body", "header", "seal", "varint", "write_header"]
+__all__ = ["CHECKSUM", "VERSION", "Header", "Reader", "checked_body", "header", "seal", "varint", "write_header"]
 
 MAGIC = b"fp8w"
 VERSION = 1

@@ -100,7 +100,7 @@ def tokenise(values, pred, ctx, narrow, shift, bucket, low, extra, tok, bits, st
             d = I32(-d) if ctx[i] & U16(FLIP) else d
             m = min(I32(abs(d)), single)
             tok[i] = U8(m + m - I32(d > 0))
-            large |= m >> I32(3)
+            large |= I32(m == single)
         if large == 0:
             continue
         for j in range(count):
@@ -136,7 +136,7 @@ def detokenise(tok, pred, ctx, shift, low, extra, bits, state, largest, values):
             m = (t + I32(1)) >> I32(1)
             m = m if ((t & I32(1)) != 0) != ((ctx[i] & U16(FLIP)) != 0) else I32(-m)
             values[i] = I32(pred[i] + m)
-            single = (t + I32(1)) >> I32(4) == I32(0)
+            single = t < I32(2 * SINGLE - 1)
             bad |= I32((abs(values[i]) > largest) & single)
             large |= I32(not single)
         if bad and shift == 0:
