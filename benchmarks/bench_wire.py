@@ -22,13 +22,13 @@ import torch
 
 from fedfp8 import E4M3, Format, quantize, wire
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.client import learning_rate, local_update
 from fedfp8.fl.federation import build
 from fedfp8.fl.links import downlink, quantize_down
-from fedfp8.layout import Layout, TensorSpec
+from fedfp8.fl.local import learning_rate, local_update
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.nn import load_state, state_of
 from fedfp8.rng import generator
-from fedfp8.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import codec, rawbits, steps, stream
 
 MOVES = (0.001, 0.005, 0.02, 0.05, 0.1)  # of the weights' std

@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 # Numba cannot compile instrumented kernels.
 with atheris.instrument_imports(
-    include=["fedfp8.wire", "fedfp8.layout"], exclude=["fedfp8.wire.kernels", "fedfp8.wire.rans", "fedfp8.fp8"]
+    include=["fedfp8.wire", "fedfp8.model.layout"], exclude=["fedfp8.wire.kernels", "fedfp8.wire.rans", "fedfp8.fp8"]
 ):
     from fedfp8 import wire
-    from fedfp8.layout import Layout
+    from fedfp8.model.layout import Layout
     from fedfp8.wire import codec, container, inspection, message, model, rawbits, steps, stream  # noqa: F401
 
 from fedfp8 import E4M3, Format
 from fedfp8.errors import WireFormatError
-from fedfp8.state import State, quantize_state
+from fedfp8.model.state import State, quantize_state
 from wire_cases import assert_same, small_model, small_state
 
 LAYOUTS = [small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130)]

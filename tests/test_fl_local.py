@@ -10,10 +10,11 @@ from torch import nn
 
 import fedfp8
 from fedfp8.fl.broadcast import Broadcast
-from fedfp8.fl.client import Client, Task, learning_rate, local_update, minibatches
+from fedfp8.fl.client import Client, Task
 from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.federation import Federation, from_tensors
 from fedfp8.fl.links import downlink, receive_down, receive_up, uplink
+from fedfp8.fl.local import learning_rate, local_update, minibatches
 from fedfp8.fl.simulate import run_round, sample
 from fedfp8.fp8 import Format, quantize
 from fedfp8.rng import derive_seed

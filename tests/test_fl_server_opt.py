@@ -9,8 +9,8 @@ from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.config import ServerConfig
 from fedfp8.fl.server_opt import server_optimize, straight_through_step
 from fedfp8.fp8 import E4M3, Format, quantize, squared_error
-from fedfp8.layout import Layout, TensorSpec
-from fedfp8.state import State
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import State
 
 LAYOUT = Layout(
     (

@@ -24,9 +24,9 @@ from fedfp8.flower import LocalGrid, client_app, server_app
 from fedfp8.flower import run as run_on_flower
 from fedfp8.flower.blob import STYPE, blob_of, record_of, without_reference
 from fedfp8.flower.cache import RECORD as CACHE
-from fedfp8.flower.workers import GridWorkers
+from fedfp8.flower.method.workers import GridWorkers
+from fedfp8.model.state import dequantize_state, quantize_state
 from fedfp8.nn import state_of
-from fedfp8.state import dequantize_state, quantize_state
 from fedfp8.wire import decode, encode
 
 SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients", "rejected", "accuracy", "train_loss")

@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from fedfp8.fl import preset, run
 from fedfp8.flower.certs import make_certs
 from fedfp8.flower.deployment import Deployment, _marked
-from fedfp8.flower.launch import write_app
+from fedfp8.flower.method.launch import write_app
 
 pytestmark = pytest.mark.deploy
 SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients", "rejected", "accuracy")
@@ -76,7 +76,7 @@ from torch import nn
 from fedfp8.flower import client_app
 from fedfp8.flower.blob import blob_of, record_of
 from fedfp8.nn import state_of
-from fedfp8.state import quantize_state
+from fedfp8.model.state import quantize_state
 from fedfp8.wire import encode
 from fedfp8.wire.container import seal
 

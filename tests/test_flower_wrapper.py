@@ -23,12 +23,12 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError
 from fedfp8.flower import FP8, FP8FedAvg, LocalGrid, fp8_mod
-from fedfp8.flower.arrays import Wire, arrays_of, state_of_arrays
 from fedfp8.flower.blob import blob_of, is_blob, record_of
 from fedfp8.flower.cache import RECORD as CACHE
-from fedfp8.flower.orders import RECORD, Orders
+from fedfp8.flower.wrapper.arrays import Wire, arrays_of, state_of_arrays
+from fedfp8.flower.wrapper.orders import RECORD, Orders
+from fedfp8.model.state import dequantize_state, quantize_state
 from fedfp8.nn import prepare
-from fedfp8.state import dequantize_state, quantize_state
 from fedfp8.wire import encode, header
 
 
@@ -390,7 +390,7 @@ def poisoned(reply):
 
 def huge_layout():
     """A message that claims four billion zeros in a few bytes."""
-    from fedfp8.layout import Layout, TensorSpec
+    from fedfp8.model.layout import Layout, TensorSpec
     from fedfp8.wire.container import seal, write_header
 
     layout = Layout((TensorSpec("3.weight", (2**31,), kind="float"),))

@@ -13,12 +13,11 @@ PACKAGE = Path(__file__).parent.parent / "src" / "fedfp8"
 ORDER = [
     {"errors", "rng", "modules"},
     {"fp8"},
-    {"layout"},
-    {"state"},
+    {"model"},
     {"nn", "wire", "data", "models"},
     {"packing"},
     {"fl"},
-    {"flower", "experiments"},
+    {"flower", "paper"},
     {"bench"},
     {"cli"},
 ]

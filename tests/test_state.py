@@ -10,8 +10,8 @@ import torch
 from fedfp8 import E4M3, E5M2, Format, dither, from_codes, quantize, to_codes, undither
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import rms
-from fedfp8.layout import Layout, TensorSpec
-from fedfp8.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
 
 LAYOUT = Layout(
     (

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import fedfp8
 from fedfp8 import E4M3, E5M2, Format, quantize, to_codes, wire
 from fedfp8.errors import QuantizationError
-from fedfp8.layout import Layout, TensorSpec
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import ROUNDINGS, QuantState, State, dequantize_state, quantize_state
 from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of
-from fedfp8.state import ROUNDINGS, QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import codec, steps
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
 
@@ -163,7 +163,7 @@ def test_same_bytes_for_any_number_of_threads_and_in_another_process(rounding: s
     torch.set_num_threads(1)
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from wire_cases import *\n"
-        "from fedfp8 import wire; from fedfp8.state import quantize_state\n"
+        "from fedfp8 import wire; from fedfp8.model.state import quantize_state\n"
         "layout = small_model(rows=700, columns=300)\n"
         "q = quantize_state(small_state(layout, 1, 0.05), seed=5, rounding=sys.argv[2], step=eval(sys.argv[3]))\n"
         "print(hashlib.sha256(wire.encode(q, reference=small_state(layout))).hexdigest())"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedfp8 import E4M3, E5M2, Format, wire
-from fedfp8.layout import Layout, TensorSpec
-from fedfp8.state import QuantState, State, quantize_state
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import QuantState, State, quantize_state
 from wire_cases import assert_same, small_model, small_state
 
 GOLDEN = Path(__file__).parent / "golden"

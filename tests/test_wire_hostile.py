@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import fedfp8
 from fedfp8 import Format, wire
 from fedfp8.errors import WireFormatError
-from fedfp8.layout import Layout, TensorSpec
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import State, quantize_state
 from fedfp8.models.lenet import lenet
 from fedfp8.nn import prepare, state_of
-from fedfp8.state import State, quantize_state
 from fedfp8.wire.container import seal, varint
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from fedfp8 import E4M3, Format
-from fedfp8.layout import Layout, TensorSpec
-from fedfp8.state import QuantState, State
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import QuantState, State
 
 
 def bell(n: int, seed: int = 0) -> torch.Tensor:

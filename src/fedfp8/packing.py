@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from fedfp8.model.state import State, dequantize_state, quantize_state
 from fedfp8.nn import layout_of, load_state, state_of
-from fedfp8.state import State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode
 
 __all__ = ["pack", "unpack"]

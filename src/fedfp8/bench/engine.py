@@ -34,9 +34,9 @@ from fedfp8.fl.pool import Pool
 from fedfp8.fl.server_opt import server_optimize
 from fedfp8.fl.simulate import Workers, run_round
 from fedfp8.fp8 import quantize
+from fedfp8.model.state import State, dequantize_state, quantize_state
 from fedfp8.nn import prepare, state_of
 from fedfp8.rng import generator
-from fedfp8.state import State, dequantize_state, quantize_state
 
 __all__ = ["optimize_rows", "overhead_rows", "run", "server_memory_rows"]
 

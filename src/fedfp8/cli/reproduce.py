@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedfp8.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedfp8.experiments.jobs import Job
-    from fedfp8.experiments.reproduce import Clock
+    from fedfp8.paper.jobs import Job
+    from fedfp8.paper.reproduce import Clock
 
 __all__ = ["register"]
 
@@ -57,15 +57,15 @@ def reproduce(
 
     fedfp8 reproduce table1 --only lenet-cifar10-iid --rounds 100 --seeds 0
     """
-    from fedfp8.experiments.paper import ALL, TABLES
+    from fedfp8.paper.paper import ALL, TABLES
 
     if experiment not in ALL:
         raise ConfigError(f"unknown experiment {experiment!r}; choose one of {', '.join(ALL)}")
     if experiment not in TABLES:
         computed(experiment, out, dry_run)
         return
-    from fedfp8.experiments.jobs import plan
     from fedfp8.fl.settings import parse_assignment
+    from fedfp8.paper.jobs import plan
 
     jobs = plan(
         experiment,
@@ -79,7 +79,7 @@ def reproduce(
     )
     count = cores() if workers is None else workers
     if dry_run:
-        from fedfp8.experiments.reproduce import plan_table
+        from fedfp8.paper.reproduce import plan_table
 
         table = plan_table(jobs, count)
         typer.echo(f"{table.text()}\n\n{table.notes[0]}")
@@ -107,7 +107,7 @@ def computed(experiment: str, out: Path, dry_run: bool) -> None:
     if dry_run:
         typer.echo(f"{experiment} trains no network: less than two minutes, no data set needed.")
         return
-    from fedfp8.experiments.reproduce import run_computed
+    from fedfp8.paper.reproduce import run_computed
 
     data = run_computed(experiment, out)
     if experiment == "theory":
@@ -116,7 +116,7 @@ def computed(experiment: str, out: Path, dry_run: bool) -> None:
 
 
 def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int) -> None:
-    from fedfp8.experiments.reproduce import clock_for, run_jobs
+    from fedfp8.paper.reproduce import clock_for, run_jobs
 
     done = sum(job.status == "done" for job in jobs)
     typer.echo(f"{len(jobs)} runs, {done} of them done." + (" Timing a few steps ..." if done < len(jobs) else ""))
@@ -151,7 +151,7 @@ class Overall:
         self._bar.stop()
 
     def _left(self) -> str:
-        from fedfp8.experiments.tables import duration_text
+        from fedfp8.paper.tables import duration_text
 
         return duration_text(self.clock.left)
 
@@ -184,11 +184,11 @@ def report(
 ) -> None:
     """Tables, plots and report.html again from the records, without torch."""
     if measure:
-        from fedfp8.experiments.sizes import measure_missing
+        from fedfp8.paper.sizes import measure_missing
 
         typer.echo(f"measured {len(measure_missing(folder))} runs")
-    from fedfp8.experiments.paper_tables import paper_runs, update_docs
-    from fedfp8.experiments.report import export_records, write_report
+    from fedfp8.paper.paper_tables import paper_runs, update_docs
+    from fedfp8.paper.report import export_records, write_report
 
     path = write_report(folder)
     typer.echo(f"written: {path}")

@@ -220,9 +220,9 @@ def scalars(folder: Path, then: Any) -> Any:
 
 def compare_all(configs: list[Config], folder: Path, workers: int | None, overwrite: bool) -> None:
     """Run all configs, each in its own folder, then write the table and the plot."""
-    from fedfp8.experiments.compare import write_comparison
-    from fedfp8.experiments.sizes import measure_sizes
     from fedfp8.fl.checkpoint import RunFolder
+    from fedfp8.paper.compare import write_comparison
+    from fedfp8.paper.sizes import measure_sizes
 
     runs = []
     with Display() as display:

@@ -3,8 +3,8 @@
 import torch
 
 from fedfp8.errors import RunError
-from fedfp8.layout import Layout
-from fedfp8.state import State
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import State
 
 __all__ = ["WeightedMean"]
 

@@ -7,7 +7,7 @@ from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.config import Config
 from fedfp8.fl.links import Link, quantize_down, send
 from fedfp8.fl.store import ModelStore
-from fedfp8.state import QuantState, State, dequantize_state
+from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.wire import CHECKSUM
 
 __all__ = ["Broadcast", "Server"]

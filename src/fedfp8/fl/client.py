@@ -2,24 +2,22 @@
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from fedfp8.errors import WireFormatError
-from fedfp8.fl.config import Config, LocalConfig
+from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32, Federation
 from fedfp8.fl.links import downlink, quantize_up, receive_down, send, uplink
-from fedfp8.nn import layout_of, load_state, parameter_groups, set_rounding, state_of
+from fedfp8.fl.local import learning_rate, local_update
+from fedfp8.model.state import State
+from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
-from fedfp8.state import State
 from fedfp8.wire import header
 
-__all__ = ["Client", "References", "Reply", "Task", "learning_rate", "local_update"]
+__all__ = ["Client", "References", "Reply", "Task"]
 
 
 @dataclass(frozen=True)
@@ -108,52 +106,3 @@ class Client:
             set_rounding(model, "stochastic", seed=derive_seed(config.seed, "qat", *path[1:]))
         rate = learning_rate(config, task.round)
         return local_update(model, self.federation, task.client, config.local, rate, generator(config.seed, *path))
-
-
-def learning_rate(config: Config, round: int) -> float:
-    """Constant, or a cosine from the first round to the last."""
-    if config.local.schedule == "constant":
-        return config.local.lr
-    return config.local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / config.round.count))
-
-
-def local_update(
-    model: nn.Module, federation: Federation, client: int, local: LocalConfig, rate: float, dice: torch.Generator
-) -> float:
-    """LocalUpdate (algorithm 1): train `model` in place on a client's examples; returns the mean loss."""
-    model.train()
-    groups = parameter_groups(model, lr=rate, weight_decay=local.weight_decay, range_lr=_range_rate(local, rate))
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(groups, momentum=local.momentum) if local.optimizer == "sgd" else torch.optim.AdamW(groups)
-    )
-    anchor = [(p, p.detach().clone()) for p in groups[0]["params"]] if local.prox else []
-    total, batches = 0.0, 0
-    for batch in minibatches(federation.parts[client], local, dice):
-        x = federation.transform(federation.train_x[batch], dice, local.augment)
-        optimizer.zero_grad(set_to_none=True)
-        loss = cross_entropy(model(x), federation.train_y[batch])
-        loss.backward()
-        for parameter, start in anchor:
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - start, alpha=local.prox)
-        if local.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
-        optimizer.step()
-        total, batches = total + loss.item(), batches + 1
-    return total / max(batches, 1)
-
-
-def _range_rate(local: LocalConfig, rate: float) -> float | None:
-    return rate * local.range_lr / local.lr if local.range_lr else None
-
-
-def minibatches(part: "torch.Tensor | object", local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
-    """Shuffled minibatches of a client's examples: `epochs` passes, or `steps` batches."""
-    indices = torch.as_tensor(part)
-    done = 0
-    for _ in range(local.epochs or local.steps):
-        for batch in indices[torch.randperm(len(indices), generator=dice)].split(local.batch_size):
-            yield batch
-            done += 1
-            if local.steps and done == local.steps:
-                return

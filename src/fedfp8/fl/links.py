@@ -11,9 +11,9 @@ from fedfp8.errors import WireFormatError
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
 from fedfp8.fp8 import Format
-from fedfp8.layout import Layout
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.rng import derive_seed
-from fedfp8.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode
 
 __all__ = ["Link", "downlink", "quantize_down", "quantize_up", "receive_down", "receive_up", "send", "uplink"]

@@ -24,8 +24,8 @@ from fedfp8.fl.pool import Pool
 from fedfp8.fl.simulate import Record, Workers, run_round
 from fedfp8.fl.store import write_atomic, write_state
 from fedfp8.fl.summary import summarize
+from fedfp8.model.state import State, dequantize_state
 from fedfp8.nn import state_of
-from fedfp8.state import State, dequantize_state
 
 __all__ = ["History", "execute", "resume", "run"]
 

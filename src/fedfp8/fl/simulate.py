@@ -20,8 +20,8 @@ from fedfp8.fl.federation import Federation
 from fedfp8.fl.links import downlink, receive_up, uplink
 from fedfp8.fl.server_opt import server_optimize
 from fedfp8.fl.store import ModelStore
+from fedfp8.model.state import State
 from fedfp8.rng import derive_seed, generator
-from fedfp8.state import State
 from fedfp8.wire import CHECKSUM
 
 __all__ = ["Record", "Workers", "decode_update", "run_round", "sample", "server_step"]

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fedfp8.errors import RunError
-from fedfp8.layout import Layout
-from fedfp8.state import State
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import State
 
 __all__ = ["ModelStore", "read_state", "write_atomic", "write_state"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedfp8.fl.config import Config
-from fedfp8.state import State
+from fedfp8.model.state import State
 
 __all__ = ["Summary", "summarize"]
 

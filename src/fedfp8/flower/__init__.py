@@ -10,11 +10,11 @@ try:
 except ImportError as error:
     raise ImportError('fedfp8.flower needs Flower, which is not installed: pip install "fedfp8[flower]"') from error
 
-from fedfp8.flower.app import client_app, server_app
-from fedfp8.flower.fedavg import FP8FedAvg
-from fedfp8.flower.launch import run
 from fedfp8.flower.localgrid import LocalGrid
-from fedfp8.flower.mod import fp8_mod
-from fedfp8.flower.strategy import FP8
+from fedfp8.flower.method.app import client_app, server_app
+from fedfp8.flower.method.launch import run
+from fedfp8.flower.wrapper.fedavg import FP8FedAvg
+from fedfp8.flower.wrapper.mod import fp8_mod
+from fedfp8.flower.wrapper.strategy import FP8
 
 __all__ = ["FP8", "FP8FedAvg", "LocalGrid", "client_app", "fp8_mod", "run", "server_app"]

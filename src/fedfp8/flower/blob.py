@@ -7,8 +7,8 @@ type of its own, ``fedfp8/1``, that Flower carries without looking inside.
 from flwr.app import Array, ArrayRecord
 
 from fedfp8.errors import WireFormatError
-from fedfp8.layout import Layout
-from fedfp8.state import QuantState, State
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import QuantState, State
 from fedfp8.wire import decode, encode, header
 
 __all__ = ["STYPE", "blob_of", "is_blob", "record_of", "without_reference"]

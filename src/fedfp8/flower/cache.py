@@ -8,8 +8,8 @@ model once more without a reference.
 from flwr.app import Array, ArrayRecord, Context
 
 from fedfp8.flower.blob import STYPE
-from fedfp8.layout import Layout
-from fedfp8.state import State, dequantize_state
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import State, dequantize_state
 from fedfp8.wire import decode
 
 __all__ = ["ClientCache"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fedfp8.errors import QuantizationError
-from fedfp8.layout import Layout, TensorSpec
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import State
 from fedfp8.nn.layers import FP8Layer
-from fedfp8.state import State
 
 __all__ = ["float_state_dict", "layout_of", "load_state", "state_of"]
 

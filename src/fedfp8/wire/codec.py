@@ -14,8 +14,8 @@ import numpy as np
 
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
-from fedfp8.layout import TensorSpec
-from fedfp8.state import QuantState, State, coded_kinds, tensor_seed
+from fedfp8.model.layout import TensorSpec
+from fedfp8.model.state import QuantState, State, coded_kinds, tensor_seed
 from fedfp8.wire import rawbits, steps, stream
 
 __all__ = ["NO_DICE", "RAW", "REFERENCE", "SAME", "STATIC", "Plan", "decode", "encode", "mode_name", "plans"]

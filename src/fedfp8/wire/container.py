@@ -11,8 +11,8 @@ import zlib
 from dataclasses import dataclass
 
 from fedfp8.errors import WireFormatError
-from fedfp8.layout import Layout
-from fedfp8.state import ROUNDINGS
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import ROUNDINGS
 
 __all__ = ["CHECKSUM", "VERSION", "Header", "Reader", "checked_body", "header", "seal", "varint", "write_header"]
 

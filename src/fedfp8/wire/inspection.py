@@ -6,8 +6,8 @@ A payload without its layout section says nothing of tensors; `inspect` then nee
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedfp8.layout import Layout
-from fedfp8.state import QuantState, coded_kinds
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import QuantState, coded_kinds
 from fedfp8.wire import codec
 from fedfp8.wire.container import Header, Reader, checked_body, header
 from fedfp8.wire.message import read_plain, records

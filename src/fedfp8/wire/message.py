@@ -13,8 +13,8 @@ import torch
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.fp8.quantize import STEP_MAX, STEP_MIN
-from fedfp8.layout import Layout, TensorSpec
-from fedfp8.state import QuantState, State, coded_kinds
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import QuantState, State, coded_kinds
 from fedfp8.wire import codec
 from fedfp8.wire.container import AGAIN, Header, Reader, checked_body, seal, varint, write_header
 

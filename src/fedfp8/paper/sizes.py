@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import RunError
-from fedfp8.experiments.records import find_runs
 from fedfp8.fl.checkpoint import read_config
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
 from fedfp8.fl.links import downlink, quantize_down, quantize_up, uplink
 from fedfp8.fl.store import read_state, write_atomic
-from fedfp8.state import State, dequantize_state
+from fedfp8.model.state import State, dequantize_state
+from fedfp8.paper.records import find_runs
 from fedfp8.wire import encode
 
 __all__ = ["measure_missing", "measure_sizes", "raw_sizes"]

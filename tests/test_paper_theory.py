@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from fedfp8.experiments.figure3 import run_figure3
-from fedfp8.experiments.theory import Settings, digits_problem, drift_bound, exponent, federate, largest_step
 from fedfp8.fp8 import E4M3, Format
+from fedfp8.paper.figure3 import run_figure3
+from fedfp8.paper.theory import Settings, digits_problem, drift_bound, exponent, federate, largest_step
 
 SHORT = Settings(rate=0.05, rounds=600)
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 
 from fedfp8.errors import DataError
-from fedfp8.experiments.jobs import Job
-from fedfp8.fl.client import local_update
 from fedfp8.fl.config import Config
 from fedfp8.fl.evaluate import PIECE, evaluate_piece
 from fedfp8.fl.federation import Federation, build
+from fedfp8.fl.local import local_update
+from fedfp8.paper.jobs import Job
 from fedfp8.rng import generator
 
 __all__ = ["round_seconds", "seconds_per_round"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfp8.experiments.records import Gain
+from fedfp8.paper.records import Gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,11 +16,11 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore import log
 
 from fedfp8.errors import Fedfp8Error
-from fedfp8.flower.arrays import arrays_of, state_of_arrays
 from fedfp8.flower.blob import blob_of, record_of
 from fedfp8.flower.cache import ClientCache
-from fedfp8.flower.orders import RECORD, Orders
-from fedfp8.state import State, dequantize_state, quantize_state
+from fedfp8.flower.wrapper.arrays import arrays_of, state_of_arrays
+from fedfp8.flower.wrapper.orders import RECORD, Orders
+from fedfp8.model.state import State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
 
 __all__ = ["fp8_mod"]

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8 import fl
-from fedfp8.experiments.estimate import seconds_per_round
-from fedfp8.experiments.figure3 import run_figure3
-from fedfp8.experiments.jobs import Job, set_length
-from fedfp8.experiments.paper_tables import paper_runs, write_paper_table
-from fedfp8.experiments.report import write_report
-from fedfp8.experiments.sizes import measure_sizes
-from fedfp8.experiments.tables import Table, duration_text
-from fedfp8.experiments.theory import run_theory
+from fedfp8.paper.estimate import seconds_per_round
+from fedfp8.paper.figure3 import run_figure3
+from fedfp8.paper.jobs import Job, set_length
+from fedfp8.paper.paper_tables import paper_runs, write_paper_table
+from fedfp8.paper.report import write_report
+from fedfp8.paper.sizes import measure_sizes
+from fedfp8.paper.tables import Table, duration_text
+from fedfp8.paper.theory import run_theory
 
 __all__ = ["Clock", "plan_table", "run_computed", "run_jobs"]
 

@@ -23,8 +23,8 @@ import torch
 from fedfp8.errors import ConfigError, QuantizationError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
-from fedfp8.layout import FLOAT_DTYPES, Layout, TensorSpec
-from fedfp8.state import ROUNDINGS, State
+from fedfp8.model.layout import FLOAT_DTYPES, Layout, TensorSpec
+from fedfp8.model.state import ROUNDINGS, State
 
 __all__ = ["Wire", "arrays_of", "ranges_of", "state_of_arrays"]
 

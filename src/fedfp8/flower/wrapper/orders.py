@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ConfigRecord
 
 from fedfp8.errors import WireFormatError
-from fedfp8.flower.arrays import Wire
+from fedfp8.flower.wrapper.arrays import Wire
 from fedfp8.fp8 import Format
 
 __all__ = ["RECORD", "Orders"]

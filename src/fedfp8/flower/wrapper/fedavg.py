@@ -20,12 +20,12 @@ from fedfp8.errors import ConfigError
 from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.config import METHODS, ServerConfig
 from fedfp8.fl.server_opt import server_optimize
-from fedfp8.flower.arrays import Wire, ranges_of
-from fedfp8.flower.strategy import FP8
+from fedfp8.flower.wrapper.arrays import Wire, ranges_of
+from fedfp8.flower.wrapper.strategy import FP8
 from fedfp8.fp8 import E4M3, Format
-from fedfp8.layout import Layout
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
-from fedfp8.state import State
 
 __all__ = ["FP8FedAvg"]
 

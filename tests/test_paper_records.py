@@ -8,12 +8,12 @@ import pytest
 import tomli_w
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.experiments.compare import compare, curves_of, write_comparison
-from fedfp8.experiments.paper import AVERAGE_GAIN, CELLS, SETUPS, TABLE1, TABLES, deviations
-from fedfp8.experiments.paper_tables import docs_table, paper_table, update_docs
-from fedfp8.experiments.records import by_cell, communication_gain, find_runs, read_run
-from fedfp8.experiments.tables import Table, duration_text, size_text
 from fedfp8.fl import preset, to_dict
+from fedfp8.paper.compare import compare, curves_of, write_comparison
+from fedfp8.paper.paper import AVERAGE_GAIN, CELLS, SETUPS, TABLE1, TABLES, deviations
+from fedfp8.paper.paper_tables import docs_table, paper_table, update_docs
+from fedfp8.paper.records import by_cell, communication_gain, find_runs, read_run
+from fedfp8.paper.tables import Table, duration_text, size_text
 
 
 def lines(accuracies: list[float | None], per_round: int) -> list[dict[str, Any]]:

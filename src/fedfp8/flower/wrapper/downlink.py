@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.app import ArrayRecord
 
-from fedfp8.flower.arrays import Wire, arrays_of, state_of_arrays
+from fedfp8.flower.wrapper.arrays import Wire, arrays_of, state_of_arrays
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.rng import derive_seed
-from fedfp8.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode
 
 __all__ = ["Downlink", "Sent"]

@@ -8,14 +8,14 @@ import pytest
 
 from fedfp8 import fl
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.experiments import paper
-from fedfp8.experiments.estimate import round_seconds
-from fedfp8.experiments.jobs import Job, plan
-from fedfp8.experiments.paper import Cell, PaperTable, Reported
-from fedfp8.experiments.records import read_run
-from fedfp8.experiments.reproduce import Clock, plan_table, run_jobs
-from fedfp8.experiments.sizes import measure_missing, measure_sizes
 from fedfp8.fl.federation import build
+from fedfp8.paper import paper
+from fedfp8.paper.estimate import round_seconds
+from fedfp8.paper.jobs import Job, plan
+from fedfp8.paper.paper import Cell, PaperTable, Reported
+from fedfp8.paper.records import read_run
+from fedfp8.paper.reproduce import Clock, plan_table, run_jobs
+from fedfp8.paper.sizes import measure_missing, measure_sizes
 
 SMALL = {
     "data.limit": 200,

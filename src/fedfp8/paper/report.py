@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fedfp8.errors import RunError
-from fedfp8.experiments.compare import by_method, write_comparison
-from fedfp8.experiments.figures import draw_figure3, draw_figure4, draw_theory
-from fedfp8.experiments.paper import TABLES, deviations
-from fedfp8.experiments.paper_tables import Groups, machine_of, paper_runs, write_paper_table
-from fedfp8.experiments.plots import NAMES
-from fedfp8.experiments.records import RunRecord, find_runs, grouped
-from fedfp8.experiments.tables import NONE, Table, duration_text, size_text
+from fedfp8.paper.compare import by_method, write_comparison
+from fedfp8.paper.figures import draw_figure3, draw_figure4, draw_theory
+from fedfp8.paper.paper import TABLES, deviations
+from fedfp8.paper.paper_tables import Groups, machine_of, paper_runs, write_paper_table
+from fedfp8.paper.plots import NAMES
+from fedfp8.paper.records import RunRecord, find_runs, grouped
+from fedfp8.paper.tables import NONE, Table, duration_text, size_text
 
 __all__ = ["export_records", "write_report"]
 

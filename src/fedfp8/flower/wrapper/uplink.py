@@ -4,11 +4,11 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from fedfp8.errors import WireFormatError
-from fedfp8.flower.arrays import Wire, arrays_of
 from fedfp8.flower.blob import blob_of
-from fedfp8.flower.downlink import Sent
-from fedfp8.layout import Layout
-from fedfp8.state import State, dequantize_state
+from fedfp8.flower.wrapper.arrays import Wire, arrays_of
+from fedfp8.flower.wrapper.downlink import Sent
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import State, dequantize_state
 from fedfp8.wire import decode, header
 from fedfp8.wire.container import checked_body
 

@@ -25,9 +25,9 @@ from fedfp8.fl.links import downlink
 from fedfp8.fl.run import History, OnRound, execute
 from fedfp8.flower.blob import blob_of, record_of, without_reference
 from fedfp8.flower.cache import ClientCache
-from fedfp8.flower.workers import GridWorkers
+from fedfp8.flower.method.workers import GridWorkers
+from fedfp8.model.state import State
 from fedfp8.nn import layout_of
-from fedfp8.state import State
 from fedfp8.wire import header
 
 __all__ = ["client_app", "config_of", "config_text", "server_app"]

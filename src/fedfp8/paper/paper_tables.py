@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import ConfigError
-from fedfp8.experiments.compare import Row, compare
-from fedfp8.experiments.paper import CELLS, TABLES, PaperTable, Reported, changes, deviations
-from fedfp8.experiments.plots import NAMES
-from fedfp8.experiments.records import RunRecord, by_cell, find_runs
-from fedfp8.experiments.tables import NONE, Table, duration_text, gain_text, size_text, spread_text
+from fedfp8.paper.compare import Row, compare
+from fedfp8.paper.paper import CELLS, TABLES, PaperTable, Reported, changes, deviations
+from fedfp8.paper.plots import NAMES
+from fedfp8.paper.records import RunRecord, by_cell, find_runs
+from fedfp8.paper.tables import NONE, Table, duration_text, gain_text, size_text, spread_text
 
 __all__ = ["docs_table", "paper_runs", "paper_table", "update_docs", "write_paper_table"]
 

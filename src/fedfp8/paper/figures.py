@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedfp8.experiments.compare import curves_of, gains_of
-from fedfp8.experiments.plots import COLUMN, PAPER, STYLES, add_legend, draw_curves, new_figure, save
-from fedfp8.experiments.records import RunRecord
+from fedfp8.paper.compare import curves_of, gains_of
+from fedfp8.paper.plots import COLUMN, PAPER, STYLES, add_legend, draw_curves, new_figure, save
+from fedfp8.paper.records import RunRecord
 
 __all__ = ["draw_figure3", "draw_figure4", "draw_theory"]
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedfp8.experiments.plots import NAMES, Curve, accuracy_against_bytes
-from fedfp8.experiments.records import Gain, Point, RunRecord, gain_between, read_run
-from fedfp8.experiments.tables import Table, gain_text, size_text, spread_text
+from fedfp8.paper.plots import NAMES, Curve, accuracy_against_bytes
+from fedfp8.paper.records import Gain, Point, RunRecord, gain_between, read_run
+from fedfp8.paper.tables import Table, gain_text, size_text, spread_text
 
 __all__ = ["Comparison", "Row", "compare", "comparison_table", "curves_of", "gains_of", "write_comparison"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedfp8.errors import RunError
-from fedfp8.experiments.report import write_report
-from test_experiments_records import write_run
+from fedfp8.paper.report import write_report
+from test_paper_records import write_run
 
 WITHOUT_TORCH = """
 import sys

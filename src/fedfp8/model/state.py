@@ -23,7 +23,7 @@ import torch
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import dither, from_codes, rms, to_codes, undither
 from fedfp8.fp8.quantize import STEP_MIN
-from fedfp8.layout import Layout, TensorSpec
+from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.rng import derive_seed
 
 __all__ = ["ROUNDINGS", "QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]

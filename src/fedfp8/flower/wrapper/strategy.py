@@ -26,14 +26,14 @@ from flwr.supercore import log
 
 from fedfp8.errors import ConfigError, Fedfp8Error
 from fedfp8.fl.config import DqConfig
-from fedfp8.flower.arrays import Wire
 from fedfp8.flower.blob import is_blob, record_of
-from fedfp8.flower.downlink import Downlink, Sent
-from fedfp8.flower.orders import RECORD, Orders
-from fedfp8.flower.uplink import receive
+from fedfp8.flower.wrapper.arrays import Wire
+from fedfp8.flower.wrapper.downlink import Downlink, Sent
+from fedfp8.flower.wrapper.orders import RECORD, Orders
+from fedfp8.flower.wrapper.uplink import receive
 from fedfp8.fp8 import E4M3, Format
+from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
-from fedfp8.state import State
 
 __all__ = ["FP8"]
 

@@ -14,7 +14,7 @@ from fedfp8.fl.federation import Federation
 from fedfp8.fl.links import downlink
 from fedfp8.fl.store import ModelStore
 from fedfp8.flower.blob import without_reference
-from fedfp8.flower.messages import read_reply, train_message
+from fedfp8.flower.method.messages import read_reply, train_message
 from fedfp8.nn import layout_of
 from fedfp8.wire import header
 
