@@ -15,6 +15,7 @@ In eval mode rounding is always to nearest, so evaluation is deterministic whate
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -24,18 +25,27 @@ from torch.nn import functional as F
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.modules import MatMul
-from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, usable, weight_floor
+from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, in_graph, settle, weight_floor
 from fedfp8.rng import derive_seed
 
 __all__ = [
     "FP8Layer",
     "QuantConv1d",
     "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
     "QuantLinear",
     "QuantMatMul",
     "WeightedLayer",
     "initial_alpha",
 ]
+
+NO_TORCHSCRIPT = (
+    "a prepared model cannot become TorchScript: use torch.export or torch.compile, or script the plain model that "
+    "fedfp8.restore(model, rounded=True) gives"
+)
 
 
 class FP8Layer(nn.Module):
@@ -44,10 +54,11 @@ class FP8Layer(nn.Module):
     """
 
     range_names: ClassVar[tuple[str, ...]] = ("alpha", "beta")
+    weight_names: ClassVar[dict[str, str]] = {"alpha": "weight"}  # of those ranges that belong to a weight
     format: Format = E4M3
     rounding: str = "nearest"
     seed: int = 0
-    calls: int = 0  # forward passes in training mode, so that stochastic rounding never reuses its dice
+    calls: int = 0  # forward passes in training mode, so that stochastic rounding never draws the same bits twice
     path: str = ""  # the layer's name in the model: for messages and as part of the seed
 
     def initial_range(self, name: str) -> float:
@@ -57,68 +68,85 @@ class FP8Layer(nn.Module):
     def ranges(self) -> dict[str, nn.Parameter]:
         return {name: getattr(self, name) for name in self.range_names}
 
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The rounded weights, each under the name of its range."""
+        return {range_name: getattr(self, name) for range_name, name in self.weight_names.items()}
+
     def clamp_ranges(self) -> None:
         """Raise every range that is set to its floor."""
-        for name, range_ in self.ranges().items():
-            self._range(name, range_)
+        for name in self.range_names:
+            self._settle(name, None)
 
-    def _range(self, name: str, range_: nn.Parameter) -> float:
-        """The value of a range, raised to its floor; 0.0 for an input range that is not set yet."""
-        if name == "alpha":
-            return usable(range_, weight_floor(self.weight), self._name(name))  # type: ignore[arg-type]
-        return 0.0 if range_.item() == 0.0 else usable(range_, ACTIVATION_FLOOR, self._name(name))
-
-    def _name(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
-
-    def _rounding(self, name: str) -> tuple[str, int | None]:
-        if self.rounding != "stochastic" or not self.training:
-            return "nearest", None
-        return "stochastic", derive_seed(self.seed, "qat", self.path, name, self.calls)
-
-    def _weight(self, weight: Tensor) -> Operand:
-        alpha: nn.Parameter = self.alpha  # type: ignore[assignment]
-        self._range("alpha", alpha)
-        return Operand(weight, alpha, self.format, *self._rounding("alpha"))
-
-    def _input(self, x: Tensor, name: str) -> Operand:
-        beta: nn.Parameter = getattr(self, name)
-        if self._range(name, beta) == 0.0 and not self._set_range(beta, x, name):
+    def _operand(self, x: Tensor, name: str) -> Operand:
+        """x to be rounded with the range `name`, which is settled first."""
+        range_: Tensor = getattr(self, name)
+        is_weight = name in self.weight_names
+        first_batch = x if self.training and not is_weight else None
+        if in_graph(x):
+            range_ = self._settle_in_graph(name, first_batch)
+        elif self._settle(name, first_batch) == 0.0:
             return Operand(x, None, self.format, "nearest", None)
-        range_ = beta if x.requires_grad else beta.detach()
-        return Operand(x, range_, self.format, *self._rounding(name))
+        return Operand(x, range_ if is_weight or x.requires_grad else range_.detach(), *self._rounding(name))
 
-    def _set_range(self, beta: nn.Parameter, x: Tensor, name: str) -> bool:
-        """Take max|x| of the first training batch as the range; a batch of zeros says nothing about it."""
-        if not self.training or x.numel() == 0:
-            return False
-        largest = max(abs(v.item()) for v in torch.aminmax(x.detach()))
-        if not math.isfinite(largest):
-            raise QuantizationError(
-                f"the first batch seen by {self._name(name)!r} holds NaN or Inf; its largest magnitude was "
-                "to become the range. Look for the layer before it that diverged, or for bad data"
-            )
-        if largest == 0.0:
-            return False
-        beta.data.fill_(max(largest, ACTIVATION_FLOOR))
-        return True
+    def _settle(self, name: str, x: Tensor | None) -> float:
+        """`.data` on purpose: the same layer may be used twice in one graph, and only an optimizer step, never the
+        graph, lies between two different values.
+        """
+        range_: nn.Parameter = getattr(self, name)
+        value = range_.item()
+        settled = settle(value, x, *self._settings(name))
+        if settled != value:
+            range_.data.fill_(settled)
+        return settled
+
+    def _settle_in_graph(self, name: str, x: Tensor | None) -> Tensor:
+        """The same as an operator. An exported program only reads its ranges; so does a compiled one in eval mode."""
+        range_: nn.Parameter = getattr(self, name)
+        settled: Tensor = torch.ops.fedfp8.settle(range_, x, *self._settings(name))
+        if self.training and not torch.compiler.is_exporting():
+            with torch.no_grad():
+                range_.copy_(settled)
+        return settled
+
+    def _settings(self, name: str) -> tuple[float, bool, str]:
+        """(floor, whether it is an input's range, full name), as `settle` takes them."""
+        weight = self.weight_names.get(name)
+        floor = ACTIVATION_FLOOR if weight is None else weight_floor(getattr(self, weight))
+        return floor, weight is None, f"{self.path}.{name}" if self.path else name
+
+    def _rounding(self, name: str) -> tuple[Format, str, int | None]:
+        if self.rounding != "stochastic" or not self.training:
+            return self.format, "nearest", None
+        return self.format, "stochastic", derive_seed(self.seed, "qat", self.path, name, self.calls)
 
     def _off(self) -> bool:
-        self.calls += self.training
+        """Whether this forward pass is a float one; counts it, and refuses what cannot work."""
+        if torch.jit.is_tracing():
+            raise QuantizationError(NO_TORCHSCRIPT)
+        if torch.compiler.is_compiling():  # a counter in Python would be a constant of the graph
+            if self.training and self.rounding == "stochastic":
+                raise QuantizationError(
+                    "stochastic rounding in training mode cannot be compiled or exported: its random bits depend on a "
+                    'counter. Use set_rounding(model, "nearest"), or train this model without torch.compile'
+                )
+        else:
+            self.calls += self.training
         return self.rounding == "off"
+
+    def __prepare_scriptable__(self) -> nn.Module:  # the first thing torch.jit.script asks for
+        raise QuantizationError(NO_TORCHSCRIPT)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A float checkpoint has no ranges: alpha then follows the loaded weight, the others stay as they
         are.
         """
-        weight = state_dict.get(prefix + "weight")
         for name, range_ in self.ranges().items():
             if prefix + name in state_dict:
                 continue
-            if name == "alpha" and weight is not None:
-                state_dict[prefix + name] = initial_alpha(weight, self.path)
-            elif name != "alpha":
+            if name not in self.weight_names:
                 state_dict[prefix + name] = range_.detach().clone()
+            elif (weight := state_dict.get(prefix + self.weight_names[name])) is not None:
+                state_dict[prefix + name] = initial_alpha(weight, self.path)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -143,7 +171,7 @@ class WeightedLayer(FP8Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self._off():
             return super().forward(x)
-        return compute(self._operate, self._input(x, "beta"), self._weight(self.weight))
+        return compute(self._operate, self._operand(x, "beta"), self._operand(self.weight, "alpha"))
 
     def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError
@@ -154,14 +182,50 @@ class QuantLinear(WeightedLayer, nn.Linear):
         return F.linear(x, weight, self.bias)
 
 
-class QuantConv1d(WeightedLayer, nn.Conv1d):
+class _Conv(WeightedLayer):
     def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._conv_forward(x, weight, self.bias)
+        return self._conv_forward(x, weight, self.bias)  # type: ignore[operator, no-any-return]
 
 
-class QuantConv2d(WeightedLayer, nn.Conv2d):
-    def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._conv_forward(x, weight, self.bias)
+class QuantConv1d(_Conv, nn.Conv1d):
+    pass
+
+
+class QuantConv2d(_Conv, nn.Conv2d):
+    pass
+
+
+class QuantConv3d(_Conv, nn.Conv3d):
+    pass
+
+
+class _ConvTranspose(WeightedLayer):
+    """``forward(x, output_size=None)``, as in torch."""
+
+    operation: ClassVar[Callable[..., Tensor]]
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if self._off():
+            return super(WeightedLayer, self).forward(x, output_size)  # type: ignore[no-any-return, misc]
+        m: Any = self
+        padding = m._output_padding(x, output_size, m.stride, m.padding, m.kernel_size, len(m.kernel_size), m.dilation)
+
+        def operate(x: Tensor, weight: Tensor) -> Tensor:
+            return m.operation(x, weight, m.bias, m.stride, m.padding, padding, m.groups, m.dilation)  # type: ignore[no-any-return]
+
+        return compute(operate, self._operand(x, "beta"), self._operand(self.weight, "alpha"))
+
+
+class QuantConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    operation = staticmethod(F.conv_transpose1d)
+
+
+class QuantConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    operation = staticmethod(F.conv_transpose2d)
+
+
+class QuantConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    operation = staticmethod(F.conv_transpose3d)
 
 
 class QuantMatMul(FP8Layer, MatMul):
@@ -172,6 +236,7 @@ class QuantMatMul(FP8Layer, MatMul):
     """
 
     range_names: ClassVar[tuple[str, ...]] = ("beta_left", "beta_right")
+    weight_names: ClassVar[dict[str, str]] = {}
 
     def initial_range(self, name: str) -> float:
         return (self.left_bound if name == "beta_left" else self.right_bound) or 0.0
@@ -179,4 +244,4 @@ class QuantMatMul(FP8Layer, MatMul):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         if self._off():
             return super().forward(left, right)
-        return compute(torch.matmul, self._input(left, "beta_left"), self._input(right, "beta_right"))
+        return compute(torch.matmul, self._operand(left, "beta_left"), self._operand(right, "beta_right"))
