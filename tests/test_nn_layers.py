@@ -27,6 +27,11 @@ LAYERS = {
     "conv2d pointwise": (lambda: nn.Conv2d(4, 8, 1), (4, 4, 9, 9)),
     "conv2d circular": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), (4, 4, 9, 9)),
     "conv2d unbatched": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 3, padding=1), (2, 2, 4, 5, 6)),
+    "conv transpose 1d": (lambda: nn.ConvTranspose1d(6, 4, 4, stride=2, output_padding=1), (3, 6, 9)),
+    "conv transpose 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 5, 5)),
+    "conv transpose 2d, no bias": (lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False), (2, 4, 5, 5)),
+    "conv transpose 3d": (lambda: nn.ConvTranspose3d(2, 4, 3, dilation=2), (2, 2, 3, 4, 5)),
 }
 
 
@@ -289,6 +294,20 @@ def test_off_is_the_float_layer() -> None:
     assert layer.alpha.grad is None
     set_rounding(layer, "nearest")
     assert not torch.equal(layer(x), plain(x))
+
+
+def test_conv_transpose_takes_an_output_size() -> None:
+    plain = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+    layer = prepare(copy.deepcopy(plain))
+    x = torch.randn(1, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    layer(x)
+    with torch.no_grad():
+        plain.weight.copy_(quantize(plain.weight, layer.alpha))
+        for size in ((7, 7), (8, 7), (8, 8)):
+            assert torch.equal(layer(x, size), plain(quantize(x, layer.beta), list(size)))
+            assert layer(x, output_size=size).shape[2:] == size
+        set_rounding(layer, "off")
+        assert layer(x, output_size=(8, 8)).shape[2:] == (8, 8)
 
 
 def collapse(layer: FP8Layer, make: type[torch.optim.Optimizer], **options: float) -> float:

@@ -36,6 +36,7 @@ _NUMERICS = (
 )
 _LAZY = dict.fromkeys(_NUMERICS, "fedfp8.fp8") | {
     "prepare": "fedfp8.nn",
+    "restore": "fedfp8.nn",
     "parameter_groups": "fedfp8.nn",
     "pack": "fedfp8.packing",
     "unpack": "fedfp8.packing",
@@ -56,6 +57,7 @@ __all__ = [
     "parameter_groups",
     "prepare",
     "quantize",
+    "restore",
     "run",
     "to_codes",
     "undither",

@@ -16,6 +16,7 @@ In eval mode rounding is always to nearest, so evaluation is deterministic whate
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +47,8 @@ NO_TORCHSCRIPT = (
     "a prepared model cannot become TorchScript: use torch.export or torch.compile, or script the plain model that "
     "fedfp8.restore(model, rounded=True) gives"
 )
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
 
 class FP8Layer(nn.Module):
@@ -103,7 +106,7 @@ class FP8Layer(nn.Module):
         """The same as an operator. An exported program only reads its ranges; so does a compiled one in eval mode."""
         range_: nn.Parameter = getattr(self, name)
         settled: Tensor = torch.ops.fedfp8.settle(range_, x, *self._settings(name))
-        if self.training and not torch.compiler.is_exporting():
+        if self.training and not _is_exporting():
             with torch.no_grad():
                 range_.copy_(settled)
         return settled
@@ -207,13 +210,13 @@ class _ConvTranspose(WeightedLayer):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self._off():
             return super(WeightedLayer, self).forward(x, output_size)  # type: ignore[no-any-return, misc]
-        m: Any = self
-        padding = m._output_padding(x, output_size, m.stride, m.padding, m.kernel_size, len(m.kernel_size), m.dilation)
-
-        def operate(x: Tensor, weight: Tensor) -> Tensor:
-            return m.operation(x, weight, m.bias, m.stride, m.padding, padding, m.groups, m.dilation)  # type: ignore[no-any-return]
-
+        operate = partial(self._operate, output_size=output_size)
         return compute(operate, self._operand(x, "beta"), self._operand(self.weight, "alpha"))
+
+    def _operate(self, x: Tensor, weight: Tensor, output_size: list[int] | None = None) -> Tensor:
+        m: Any = self
+        extra = m._output_padding(x, output_size, m.stride, m.padding, m.kernel_size, len(m.kernel_size), m.dilation)
+        return self.operation(x, weight, m.bias, m.stride, m.padding, extra, m.groups, m.dilation)
 
 
 class QuantConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
