@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedfp8.errors import QuantizationError
+from fedfp8.fp8 import anydevice
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import alpha_value, grid_for
-from fedfp8.fp8.parallel import dice_keys, run
+from fedfp8.fp8.parallel import run
 from fedfp8.fp8.quantize import Alpha, quantize, rounding_keys
-from fedfp8.fp8.strides import memory_order
+from fedfp8.fp8.strides import flat, has_kernel, memory_order
 
 __all__ = ["fake_quantize", "in_graph"]
 
@@ -69,7 +69,7 @@ class _FakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, alpha = ctx.saved_tensors
         gx, galpha = _gradients(x, g, ctx.alpha, ctx.format, ctx.rounding, ctx.seed)
-        return gx, None if alpha is None else torch.full_like(alpha, galpha), None, None, None
+        return gx, None if alpha is None else _like(alpha, galpha), None, None, None
 
 
 # Defined with a schema and not with `custom_op`, whose wrapper costs three times as much per call.
@@ -96,10 +96,12 @@ def _operator(
 def _operator_backward(
     g: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, exponent_bits: int, mantissa_bits: int, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    value, gx, galpha = alpha.item(), g, 0.0
+    value = alpha.item()
+    gx: torch.Tensor = g
+    galpha: float | torch.Tensor = 0.0
     if value != 0.0:
         gx, galpha = _gradients(x, g, value, Format(exponent_bits, mantissa_bits), _rounding(seed), seed)
-    return torch.empty_like(x).copy_(gx), torch.full_like(alpha, galpha)
+    return torch.empty_like(x).copy_(gx), _like(alpha, galpha)
 
 
 def _rounding(seed: int | None) -> str:
@@ -131,11 +133,13 @@ torch.library.register_autograd("fedfp8::fake_quantize", _backward, setup_contex
 
 def _gradients(
     x: torch.Tensor, g: torch.Tensor, alpha: float, format: Format, rounding: str, seed: int | None
-) -> tuple[torch.Tensor, float]:
+) -> tuple[torch.Tensor, float | torch.Tensor]:
     """dL/dx and dL/dalpha from the upstream gradient g."""
-    fused = x.device.type == "cpu" and x.dtype == torch.float32 and g.dtype == torch.float32
-    if not fused or (rounding == "stochastic" and not x.is_contiguous()):
-        return _gradients_eager(x, g, alpha, format, rounding, seed)
+    c, keys = grid_for(alpha, format), rounding_keys(rounding, seed, None)
+    if not (has_kernel(x) and has_kernel(g)) or (keys is not None and not x.is_contiguous()):
+        ordered, restore = flat(x)
+        gx, galpha = anydevice.gradients(ordered, g.reshape(-1), c, keys)
+        return restore(gx), galpha
     from fedfp8.fp8 import kernels
 
     by_stride = memory_order(x)
@@ -143,32 +147,16 @@ def _gradients(
     gx = torch.empty_like(xs)
     partial = np.zeros(-(-xs.numel() // kernels.CHUNK))
     arrays = (xs.detach().view(-1).numpy(), gs.view(-1).numpy(), gx.view(-1).numpy())
-    c = grid_for(alpha, format)
     constants = (c.alpha, c.scale_in, c.scale_out, c.top, c.lowest, c.magic)
-    if rounding == "nearest":
+    if keys is None:
         run(kernels.fake_quantize_backward, arrays, constants, None, partial, kernels.CHUNK)
-    elif seed is not None:
-        keys = dice_keys(seed)
-        run(
-            kernels.fake_quantize_backward_stochastic,
-            arrays,
-            (*constants, c.spread),
-            keys,
-            partial,
-            kernels.CHUNK,
-        )
     else:
-        raise QuantizationError("stochastic rounding needs a seed")
+        kernel = kernels.fake_quantize_backward_stochastic
+        run(kernel, arrays, (*constants, c.spread), keys, partial, kernels.CHUNK)
     inverse = [by_stride.index(d) for d in range(x.dim())]
     return gx.permute(inverse), math.fsum(partial)
 
 
-def _gradients_eager(
-    x: torch.Tensor, g: torch.Tensor, alpha: float, format: Format, rounding: str, seed: int | None
-) -> tuple[torch.Tensor, float]:
-    q = quantize(x, alpha, format, rounding=rounding, seed=seed)
-    keep = 0.5 * (x.abs() < alpha).to(g.dtype) + 0.5 * (x.abs() <= alpha).to(g.dtype)
-    error = (q - x.clamp(-alpha, alpha)).double()  # clipped: Inf counts as outside, NaN stays NaN
-    inside = (g.double() * error * (x.abs() < alpha)).sum() / alpha
-    outside = (g * (1 - keep) * x.sign()).double().sum()
-    return g * keep, float(inside + outside)
+def _like(alpha: torch.Tensor, g: float | torch.Tensor) -> torch.Tensor:
+    """A gradient of alpha's shape, dtype and device."""
+    return g.to(alpha).view(alpha.shape) if isinstance(g, torch.Tensor) else torch.full_like(alpha, g)
