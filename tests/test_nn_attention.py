@@ -71,7 +71,9 @@ def test_computes_what_torch_computes(kind: str, batch_first: bool, monkeypatch:
         if kind == "other widths" and not cross:
             continue
         qkv = inputs(plain, batched, cross)
-        for mask, shown in itertools.product(masks(batched, cross), ({"need_weights": False}, {}, {"average_attn_weights": False})):
+        for mask, shown in itertools.product(
+            masks(batched, cross), ({"need_weights": False}, {}, {"average_attn_weights": False})
+        ):
             out, weights = layer(*qkv, **mask, **shown)
             expected, expected_weights = plain(*qkv, **mask, **shown)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -194,5 +196,5 @@ def test_a_whole_transformer_trains() -> None:
 
 
 def test_weights_of_another_dtype_are_refused_by_name() -> None:
-    with pytest.raises(QuantizationError, match="in_proj_weight is torch.float64"):
+    with pytest.raises(QuantizationError, match=r"in_proj_weight is torch\.float64"):
         prepare(attention().double())

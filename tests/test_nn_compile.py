@@ -57,7 +57,10 @@ def batch(seed: int = 0, n: int = 3) -> Tensor:
 @pytest.mark.parametrize("seed", [None, 5], ids=["nearest", "stochastic"])
 def test_the_operators_pass_torchs_own_checks(seed: int | None) -> None:
     g = torch.Generator().manual_seed(0)
-    for x in (torch.randn(3, 4, generator=g), torch.randn(2, 3, 4, 5, generator=g).to(memory_format=torch.channels_last)):
+    for x in (
+        torch.randn(3, 4, generator=g),
+        torch.randn(2, 3, 4, 5, generator=g).to(memory_format=torch.channels_last),
+    ):
         for value in (0.8, 0.0):
             x, alpha = x.detach().requires_grad_(), torch.tensor(value, requires_grad=True)
             arguments = (x, alpha, 4, 3, seed)
@@ -102,7 +105,9 @@ def test_a_compiled_model_trains_to_the_same_bits(make: Callable[[], nn.Module],
             optimizer.zero_grad()
             (forward(batch(i)).square().mean() + forward(batch(i + 9)).square().mean()).backward()
             optimizer.step()
-        assert all((p.grad is None) == (q.grad is None) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert all(
+            (p.grad is None) == (q.grad is None) for p, q in zip(plain.parameters(), model.parameters(), strict=True)
+        )
         assert state_of(model).fingerprint == state_of(plain).fingerprint, i
     assert model.down.beta.item() > 0 and model.down.beta.grad is None, "the first layer's input range is fixed"
     plain.eval(), model.eval()

@@ -149,7 +149,10 @@ def test_what_stays_in_float_is_named() -> None:
         (lambda: prepare(small(), rounding="up"), "rounding 'up'; choose one of nearest, stochastic, off"),
         (lambda: prepare(small(), input_range=-1.0), "input_range is -1.0"),
         (lambda: prepare(small().double()), "float64"),
-        (lambda: prepare(nn.Sequential(nn.Linear(2, 2), OwnAttention(4, 1))), "1 is a OwnAttention, a subclass of nn.Mult"),
+        (
+            lambda: prepare(nn.Sequential(nn.Linear(2, 2), OwnAttention(4, 1))),
+            "1 is a OwnAttention, a subclass of nn.Mult",
+        ),
         (lambda: prepare(OwnEncoderLayer(4, 1)), "a subclass of nn.TransformerEncoderLayer.*half quantized"),
         (lambda: prepare(small(), "FP8"), "format 'FP8' is not of the form 'E4M3'"),
         (lambda: prepare(small(), "E9M9"), r"Format\(9, 9\)"),

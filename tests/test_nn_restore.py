@@ -75,7 +75,9 @@ def test_rounded_weights_are_those_the_forward_pass_has_used() -> None:
     model.conv[0].alpha.data.fill_(-1.0)  # as an optimizer may leave it: rounded with its floor
     restore(model, rounded=True)
     assert torch.equal(model.head.weight, expected["head"]) and torch.equal(model.embed.weight, expected["head"])
-    assert torch.equal(model.head.bias, expected["bias"]) and torch.equal(model.attention.in_proj_weight, expected["in"])
+    assert torch.equal(model.head.bias, expected["bias"]) and torch.equal(
+        model.attention.in_proj_weight, expected["in"]
+    )
     assert torch.equal(model.rnn.weight_hh_l0, recurrent)
     assert model.conv[0].weight.abs().max() <= 2**-6
 

@@ -1,9 +1,9 @@
 """The quantizer for devices and dtypes without a kernel: `eager`'s operations, fused into one by `torch.compile`.
 
 Fused, a quantizer reads x once and writes its result once, as the CPU kernels do; operation by operation it makes a
-dozen passes. Where `torch.compile` does not work (no compiler, a device it does not know) the operations run one by one;
-that is said once. Both give the bits of the CPU kernels: every line is one IEEE operation, and the compiler is told not
-to contract a product and a sum into one rounding.
+dozen passes. Where `torch.compile` does not work (no compiler, a device it does not know) the operations run one by
+one; that is said once. Both give the bits of the CPU kernels: every line is one IEEE operation, and the compiler is
+told not to contract a product and a sum into one rounding.
 
 The scales and the keys of the random bits are tensors here, so that a new range or seed is no new kernel.
 """
@@ -22,8 +22,9 @@ from fedfp8.fp8.strides import setting
 
 __all__ = ["gradients", "quantize"]
 
-Words = tuple[torch.Tensor, torch.Tensor]
-OPTIONS = {"emulate_precision_casts": True}  # on GPUs: no contraction; see torch._inductor.codegen.triton
+OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True
+}  # on GPUs: no contraction; see torch._inductor.codegen.triton
 
 
 def quantize(x: torch.Tensor, grid: Grid, keys: Keys | None) -> torch.Tensor:
@@ -31,22 +32,18 @@ def quantize(x: torch.Tensor, grid: Grid, keys: Keys | None) -> torch.Tensor:
     return _run(_quantize, (x,), grid, keys)
 
 
-def gradients(
-    x: torch.Tensor, g: torch.Tensor, grid: Grid, keys: Keys | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(x: torch.Tensor, g: torch.Tensor, grid: Grid, keys: Keys | None) -> tuple[torch.Tensor, torch.Tensor]:
     """dL/dx and, 0-d, dL/dalpha of flat x and upstream gradient g."""
     return _run(_gradients, (x, g), grid, keys)
 
 
-def _quantize(x: torch.Tensor, grid: Grid, keys: Words | None) -> torch.Tensor:
+def _quantize(x: torch.Tensor, grid: Grid, keys: Any) -> torch.Tensor:
     return eager.quantize(x, grid, keys)
 
 
-def _gradients(
-    x: torch.Tensor, g: torch.Tensor, grid: Grid, keys: Words | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gradients(x: torch.Tensor, g: torch.Tensor, grid: Grid, keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
-    q, alpha = eager.quantize(x.float(), grid, keys).to(x.dtype), grid.alpha
+    q, alpha = eager.quantize(x.float(), grid, keys).to(x.dtype), torch.as_tensor(grid.alpha)
     inside, within = (x.abs() < alpha), (x.abs() <= alpha)
     keep = 0.5 * inside.to(g.dtype) + 0.5 * within.to(g.dtype)
     error = (q - torch.maximum(torch.minimum(x, alpha), -alpha)).to(wide)  # clipped: Inf is outside, NaN stays NaN

@@ -6,9 +6,9 @@
 The tie is no corner case: alpha starts at max|w|, so every tensor has such an element at step 0. The backward pass is
 one pass over (x, upstream gradient) that recomputes q; nothing but x is saved.
 
-Two ways lead here, to the same functions. Plain eager code takes an `autograd.Function`, which costs the least per call.
-A graph (`torch.compile`, `torch.export`, the meta device) holds the operators ``torch.ops.fedfp8.fake_quantize`` and
-``fake_quantize_backward``: alpha is a tensor there, read when the graph runs.
+Two ways lead here, to the same functions. Plain eager code takes an `autograd.Function`, which costs the least per
+call. A graph (`torch.compile`, `torch.export`, the meta device) holds the operators ``torch.ops.fedfp8.fake_quantize``
+and ``fake_quantize_backward``: alpha is a tensor there, read when the graph runs.
 """
 
 import math
@@ -24,7 +24,7 @@ from fedfp8.fp8.parallel import run
 from fedfp8.fp8.quantize import Alpha, quantize, rounding_keys
 from fedfp8.fp8.strides import flat, has_kernel, memory_order
 
-__all__ = ["fake_quantize", "in_graph"]
+__all__ = ["fake_quantize", "gradients", "in_graph", "like"]
 
 
 def fake_quantize(
@@ -68,8 +68,8 @@ class _FakeQuantize(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, alpha = ctx.saved_tensors
-        gx, galpha = _gradients(x, g, ctx.alpha, ctx.format, ctx.rounding, ctx.seed)
-        return gx, None if alpha is None else _like(alpha, galpha), None, None, None
+        gx, galpha = gradients(x, g, ctx.alpha, ctx.format, ctx.rounding, ctx.seed)
+        return gx, None if alpha is None else like(alpha, galpha), None, None, None
 
 
 # Defined with a schema and not with `custom_op`, whose wrapper costs three times as much per call.
@@ -100,8 +100,8 @@ def _operator_backward(
     gx: torch.Tensor = g
     galpha: float | torch.Tensor = 0.0
     if value != 0.0:
-        gx, galpha = _gradients(x, g, value, Format(exponent_bits, mantissa_bits), _rounding(seed), seed)
-    return torch.empty_like(x).copy_(gx), _like(alpha, galpha)
+        gx, galpha = gradients(x, g, value, Format(exponent_bits, mantissa_bits), _rounding(seed), seed)
+    return torch.empty_like(x).copy_(gx), like(alpha, galpha)
 
 
 def _rounding(seed: int | None) -> str:
@@ -131,7 +131,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 torch.library.register_autograd("fedfp8::fake_quantize", _backward, setup_context=_save)
 
 
-def _gradients(
+def gradients(
     x: torch.Tensor, g: torch.Tensor, alpha: float, format: Format, rounding: str, seed: int | None
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """dL/dx and dL/dalpha from the upstream gradient g."""
@@ -157,6 +157,6 @@ def _gradients(
     return gx.permute(inverse), math.fsum(partial)
 
 
-def _like(alpha: torch.Tensor, g: float | torch.Tensor) -> torch.Tensor:
+def like(alpha: torch.Tensor, g: float | torch.Tensor) -> torch.Tensor:
     """A gradient of alpha's shape, dtype and device."""
     return g.to(alpha).view(alpha.shape) if isinstance(g, torch.Tensor) else torch.full_like(alpha, g)

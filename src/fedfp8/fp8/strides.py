@@ -1,7 +1,7 @@
 """From a tensor of any shape and strides to the flat arrays of a kernel, and back to a tensor like it.
 
-Here too: whether there is a kernel at all. The environment variable FEDFP8_KERNELS, or `use_kernels` in a program, sends
-CPU tensors the way of other devices: "0" in plain torch operations, "compiled" in fused ones, as a GPU would.
+Here too: whether there is a kernel at all. The environment variable FEDFP8_KERNELS, or `use_kernels` in a program,
+sends CPU tensors the way of other devices: "0" in plain torch operations, "compiled" in fused ones, as a GPU would.
 """
 
 import os

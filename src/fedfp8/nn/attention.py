@@ -2,8 +2,8 @@
 
 torch computes attention in one fused function on the module's raw weights. The twin computes the same, step by step, so
 that every product has rounded operands: the projections of query, key and value, q·k, weights·v, and ``out_proj``, a
-layer of its own. In eval mode ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` may hand the weights of their
-children to a fused kernel; `Unfused` twins do not, and are otherwise what they were.
+layer of its own. In eval mode ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` may hand the weights of
+their children to a fused kernel; the unfused twins do not, and are otherwise what they were.
 """
 
 import math
@@ -28,8 +28,8 @@ class QuantOutProjection(WeightedLayer, NonDynamicallyQuantizableLinear):
 
 
 class QuantMultiheadAttention(FP8Layer, nn.MultiheadAttention):
-    """Ranges: `alpha` of the packed weight (or one each of three weights), `beta_query`, `beta_key`, `beta_value` of the
-    inputs (in self-attention only the first is used), `beta_q`, `beta_k`, `beta_weights`, `beta_v` of the products.
+    """Ranges: `alpha` of the packed weight (or one each of three weights); `beta_query`, `beta_key`, `beta_value` of
+    the inputs (in self-attention only the first is used); `beta_q`, `beta_k`, `beta_weights`, `beta_v` of the products.
     """
 
     @property
@@ -47,7 +47,7 @@ class QuantMultiheadAttention(FP8Layer, nn.MultiheadAttention):
         """A softmax ends at 1, and dropout divides what it keeps by 1 - p."""
         return 1 / (1 - self.dropout) if name == "beta_weights" and self.dropout < 1 else 0.0
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

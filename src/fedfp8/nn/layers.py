@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.modules import MatMul
+from fedfp8.nn.native import product
 from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, in_graph, settle, weight_floor
 from fedfp8.rng import derive_seed
 
@@ -154,6 +155,7 @@ class FP8Layer(nn.Module):
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr(), f"format={self.format.name}", f"rounding={self.rounding!r}"]
+        parts += ["native"] * getattr(self, "native", False)
         return ", ".join(p for p in parts if p)
 
 
@@ -170,11 +172,35 @@ class WeightedLayer(FP8Layer):
     """A layer of one input and one weight; `_operate` is the layer's own operation on rounded operands."""
 
     weight: Tensor
+    native: bool = False  # whether the product runs on FP8 hardware
 
     def forward(self, x: Tensor) -> Tensor:
         if self._off():
             return super().forward(x)
-        return compute(self._operate, self._operand(x, "beta"), self._operand(self.weight, "alpha"))
+        operands = self._operand(x, "beta"), self._operand(self.weight, "alpha")
+        if self.native and operands[0].range is not None:
+            return self._native(*operands)
+        return compute(self._operate, *operands)
+
+    def _native(self, x: Operand, weight: Operand) -> Tensor:
+        """The layer as one product of rows of x: a Linear, or a convolution of size 1 (`is_product`)."""
+        if in_graph(x.source):
+            raise QuantizationError('compute="native" cannot be compiled or exported yet; use compute="emulated"')
+        at = (
+            -1 if isinstance(self, nn.Linear) else 1 - self.weight.dim()
+        )  # where the features are, counted from the end
+        rows, matrix = x.source.movedim(at, -1), weight.source.flatten(1)
+        out = product(x._replace(source=rows), weight._replace(source=matrix))
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        return (out if bias is None else out + bias).movedim(-1, at)
+
+    def is_product(self) -> bool:
+        """Whether the layer is a matrix product."""
+        m: Any = self
+        if not isinstance(self, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            return isinstance(self, nn.Linear)
+        ones = {*m.kernel_size, *m.stride, m.groups}
+        return ones == {1} and m.padding in ("valid", "same", (0,) * len(m.kernel_size))
 
     def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError
@@ -187,7 +213,7 @@ class QuantLinear(WeightedLayer, nn.Linear):
 
 class _Conv(WeightedLayer):
     def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._conv_forward(x, weight, self.bias)  # type: ignore[operator, no-any-return]
+        return self._conv_forward(x, weight, self.bias)  # type: ignore[operator]
 
 
 class QuantConv1d(_Conv, nn.Conv1d):
@@ -209,7 +235,7 @@ class _ConvTranspose(WeightedLayer):
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self._off():
-            return super(WeightedLayer, self).forward(x, output_size)  # type: ignore[no-any-return, misc]
+            return super(WeightedLayer, self).forward(x, output_size)
         operate = partial(self._operate, output_size=output_size)
         return compute(operate, self._operand(x, "beta"), self._operand(self.weight, "alpha"))
 

@@ -1,8 +1,8 @@
 """Turn a float model into its FP8-trained twin, in place, in one call; and back.
 
-`prepare` changes the class of every layer it knows (`TWINS`) to its FP8 twin. Parameters stay the same objects under the
-same names, so optimizers, checkpoints and tied weights go on working; each layer gains its ranges (``alpha``, ``beta``)
-as parameters of their own. `restore` changes the classes back and takes the ranges away.
+`prepare` changes the class of every layer it knows (`TWINS`) to its FP8 twin. Parameters stay the same objects under
+the same names, so optimizers, checkpoints and tied weights go on working; each layer gains its ranges (``alpha``,
+``beta``) as parameters of their own. `restore` changes the classes back and takes the ranges away.
 
 Exact types only. A subclass may use its weight in a way the twin would not honour, so it is left in float and reported.
 A subclass of a module that reads the weights of its children directly (``nn.MultiheadAttention``,
@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedParameter
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3, Format, quantize
 from fedfp8.modules import MatMul
-from fedfp8.nn import layers
+from fedfp8.nn import layers, native
 from fedfp8.nn.attention import QuantMultiheadAttention, QuantOutProjection, UnfusedEncoder, UnfusedEncoderLayer
 from fedfp8.nn.layers import FP8Layer, WeightedLayer, initial_alpha
 
@@ -60,7 +60,7 @@ WITH_WEIGHTS = (
     nn.MultiheadAttention,
     MatMul,
 )  # what `report` lists as left in float
-SETTINGS = ("format", "rounding", "path", "seed", "calls")  # attributes of a twin, beside its ranges
+SETTINGS = ("format", "rounding", "path", "seed", "calls", "native")  # attributes of a twin, beside its ranges
 ROUNDINGS = ("nearest", "stochastic", "off")
 
 logger = logging.getLogger("fedfp8")
@@ -73,6 +73,7 @@ def prepare(
     skip: Skip | Iterable[Skip] = (),
     rounding: str = "nearest",
     input_range: float | None = None,
+    compute: str = "emulated",
 ) -> nn.Module:
     """Give the Linear, Conv, ConvTranspose, MultiheadAttention and MatMul layers of `model` FP8 operands with learnable
     ranges; returns the model.
@@ -81,7 +82,8 @@ def prepare(
     pattern (``"head"``, ``"blocks.*.out"``), a module type, or a predicate ``(name, module) -> bool``. rounding: of the
     training forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. input_range: the largest
     magnitude of the data after its transform, taken as the range of the first layer's input; None takes it
-    from the first batch.
+    from the first batch. compute: ``"emulated"``, FP8 values in float32 arithmetic, or ``"native"``: Linear layers and
+    convolutions of size 1 run on FP8 hardware (`fedfp8.nn.native`); E4M3 and nearest rounding only.
 
     `report(model)` says what was swapped and what was left; it is also logged at INFO level. Nothing is
     changed if the call raises.
@@ -95,6 +97,7 @@ def prepare(
     if isinstance(skip, str | type) or callable(skip):
         skip = (skip,)
     chosen, fused = _choose(model, tuple(skip))
+    _check_compute(compute, format, rounding, chosen)
     alphas = {id(w): _alpha(name, key, w) for name, layer in chosen for key, w in _weights(layer).items()}
     device = next((p.device for p in model.parameters()), None)
     for module in fused:
@@ -107,7 +110,10 @@ def prepare(
         for range_name in layer.range_names:
             beta = nn.Parameter(torch.tensor(layer.initial_range(range_name), device=place))
             layer.register_parameter(range_name, own.get(range_name, beta))
-    first = next((layer for _, layer in chosen if isinstance(layer, WeightedLayer)), None)
+    weighted = [layer for _, layer in chosen if isinstance(layer, WeightedLayer)]
+    for layer in weighted:
+        layer.native = compute == "native" and layer.is_product()
+    first = next(iter(weighted), None)
     if first is not None and input_range is not None:
         first.beta.data.fill_(input_range)  # type: ignore[operator]
     logger.info(report(model))
@@ -123,7 +129,9 @@ def restore(model: nn.Module, *, rounded: bool = False) -> nn.Module:
     """
     found = [m for m in model.modules() if isinstance(m, FP8Layer)]
     if rounded and not found:
-        raise QuantizationError("the model is not prepared, so there are no ranges to round it with: call prepare first")
+        raise QuantizationError(
+            "the model is not prepared, so there are no ranges to round it with: call prepare first"
+        )
     if rounded:
         for layer in found:
             layer.clamp_ranges()
@@ -209,10 +217,9 @@ def _matches(skip: Skip, name: str, module: nn.Module) -> bool:
 
 def _weights(layer: nn.Module) -> dict[str, nn.Parameter]:
     """The weights that are rounded, or would be."""
+    names = ["weight"]
     if isinstance(layer, nn.MultiheadAttention):
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-    else:
-        names = ("weight",)
+        names = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
     return {name: w for name in names if (w := layer._parameters.get(name)) is not None}
 
 
@@ -222,9 +229,7 @@ def _alpha(layer: str, key: str, weight: nn.Parameter) -> nn.Parameter:
     if isinstance(weight, UninitializedParameter):
         raise QuantizationError(f"{name} has no shape yet; run one batch through the model, then prepare it")
     if weight.dtype != torch.float32:
-        raise QuantizationError(
-            f"{name} is {weight.dtype}; FP8 training keeps float32 master weights: model.float()"
-        )
+        raise QuantizationError(f"{name} is {weight.dtype}; FP8 training keeps float32 master weights: model.float()")
     return nn.Parameter(initial_alpha(weight, layer))
 
 
@@ -238,9 +243,11 @@ def report(model: nn.Module) -> str:
             left.append((name, type(module).__name__))
     weights = {id(w): w.numel() for m in swapped for w in _weights(m).values()}
     formats = "/".join(sorted({m.format.name for m in swapped})) or "FP8"
-    text = f"{formats}: {len(swapped)} layers swapped ({sum(weights.values()):,} weights), {len(left)} in float"
+    text = f"{formats}: {len(swapped)} layers swapped ({sum(weights.values()):,} weights)"
+    if on_hardware := sum(getattr(m, "native", False) for m in swapped):
+        text += f", {on_hardware} of them on FP8 hardware"
     shown = [f"{name} ({kind})" for name, kind in left[:8]] + ["..."] * (len(left) > 8)
-    return text + (f": {', '.join(shown)}" if left else "")
+    return f"{text}, {len(left)} in float" + (f": {', '.join(shown)}" if left else "")
 
 
 def set_rounding(model: nn.Module, rounding: str, seed: int = 0) -> None:
@@ -251,10 +258,12 @@ def set_rounding(model: nn.Module, rounding: str, seed: int = 0) -> None:
     call: the same seed gives the same run; give each client and round its own. Eval mode rounds to nearest.
     """
     _check_rounding(rounding)
-    layers = [m for m in model.modules() if isinstance(m, FP8Layer)]
-    if not layers:
+    found = [m for m in model.modules() if isinstance(m, FP8Layer)]
+    if not found:
         raise QuantizationError("the model is not prepared, so it has no rounding to set; call prepare(model) first")
-    for layer in layers:
+    if rounding == "stochastic" and any(getattr(layer, "native", False) for layer in found):
+        raise QuantizationError(NEAREST_ONLY)
+    for layer in found:
         layer.rounding, layer.seed, layer.calls = rounding, int(seed), 0
 
 
@@ -267,6 +276,21 @@ def _check_format(format: Format | str) -> Format:
         except ValueError as error:
             raise QuantizationError(str(error)) from None
     raise QuantizationError(f"format is {format!r}; give a Format or its name, for example fedfp8.E5M2 or 'E5M2'")
+
+
+NEAREST_ONLY = 'compute="native" rounds to nearest only; use compute="emulated" for stochastic rounding'
+
+
+def _check_compute(compute: str, format: Format, rounding: str, chosen: list[tuple[str, Any]]) -> None:
+    if compute not in ("emulated", "native"):
+        raise QuantizationError(f"compute is {compute!r}; choose 'emulated' or 'native'")
+    if compute == "native":
+        if format != E4M3:
+            raise QuantizationError(f'compute="native" knows E4M3 only, not {format.name}; use compute="emulated"')
+        if rounding == "stochastic":
+            raise QuantizationError(NEAREST_ONLY)
+        for device in {w.device for _, layer in chosen for w in _weights(layer).values()}:
+            native.check(device)
 
 
 def _check_rounding(rounding: str) -> None:
