@@ -18,15 +18,21 @@ from fedfp8.fp8.parallel import Keys, run
 __all__ = ["flat", "has_kernel", "memory_order", "setting", "through", "use_kernels"]
 
 SETTINGS = ("1", "0", "compiled")
-_setting = os.environ.get("FEDFP8_KERNELS", "1")
+
+
+def _checked(value: str) -> str:
+    if value not in SETTINGS:
+        raise QuantizationError(f"FEDFP8_KERNELS is {value!r}; it must be one of {', '.join(SETTINGS)}")
+    return value
+
+
+_setting = _checked(os.environ.get("FEDFP8_KERNELS", "1"))
 
 LARGE = 1 << 21  # elements
 
 
 def setting() -> str:
     """FEDFP8_KERNELS, or what `use_kernels` says."""
-    if _setting not in SETTINGS:
-        raise QuantizationError(f"FEDFP8_KERNELS is {_setting!r}; it must be one of {', '.join(SETTINGS)}")
     return _setting
 
 
@@ -34,16 +40,15 @@ def setting() -> str:
 def use_kernels(value: str) -> Iterator[None]:
     """Within this block, as if FEDFP8_KERNELS were `value`; for the whole process."""
     global _setting
-    before, _setting = _setting, value
+    before, _setting = _setting, _checked(value)
     try:
-        setting()
         yield
     finally:
         _setting = before
 
 
 def has_kernel(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    return x.is_cpu and x.dtype == dtype and setting() == "1"
+    return x.is_cpu and x.dtype == dtype and _setting == "1"
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

@@ -98,9 +98,10 @@ class FP8Layer(nn.Module):
         """
         range_: nn.Parameter = getattr(self, name)
         value = range_.item()
+        if self._floor(name) <= value < math.inf:  # nearly always
+            return value
         settled = settle(value, x, *self._settings(name))
-        if settled != value:
-            range_.data.fill_(settled)
+        range_.data.fill_(settled)
         return settled
 
     def _settle_in_graph(self, name: str, x: Tensor | None) -> Tensor:
@@ -114,9 +115,11 @@ class FP8Layer(nn.Module):
 
     def _settings(self, name: str) -> tuple[float, bool, str]:
         """(floor, whether it is an input's range, full name), as `settle` takes them."""
+        return self._floor(name), name not in self.weight_names, f"{self.path}.{name}" if self.path else name
+
+    def _floor(self, name: str) -> float:
         weight = self.weight_names.get(name)
-        floor = ACTIVATION_FLOOR if weight is None else weight_floor(getattr(self, weight))
-        return floor, weight is None, f"{self.path}.{name}" if self.path else name
+        return ACTIVATION_FLOOR if weight is None else weight_floor(getattr(self, weight))
 
     def _rounding(self, name: str) -> tuple[Format, str, int | None]:
         if self.rounding != "stochastic" or not self.training:
