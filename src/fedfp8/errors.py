@@ -23,3 +23,7 @@ class DataError(Fedfp8Error, ValueError):
 
 class RunError(Fedfp8Error, RuntimeError):
     """A run that cannot start, continue or be resumed."""
+
+
+class LostReference(Fedfp8Error, RuntimeError):
+    """A message is coded given a model that the receiver does not have (any more): it must be sent the whole model."""

@@ -7,11 +7,8 @@ type of its own, ``fedfp8/1``, that Flower carries without looking inside.
 from flwr.app import Array, ArrayRecord
 
 from fedfp8.errors import WireFormatError
-from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State
-from fedfp8.wire import decode, encode, header
 
-__all__ = ["STYPE", "blob_of", "is_blob", "record_of", "without_reference"]
+__all__ = ["STYPE", "blob_of", "is_blob", "record_of"]
 
 STYPE = "fedfp8/1"
 KEY = "payload"
@@ -34,15 +31,6 @@ def blob_of(record: object) -> bytes:
     if array.shape != (len(array.data),):
         raise WireFormatError(f"an Array of shape {array.shape} holds {len(array.data)} bytes; the message is damaged")
     return bytes(array.data)
-
-
-def without_reference(payload: bytes, layout: Layout | None, reference: State | None) -> bytes:
-    """The same quantized model, readable with no reference: coding is lossless, so nothing is drawn again."""
-    head = header(payload)
-    if head.reference_fingerprint is None:
-        return payload
-    message: QuantState = decode(payload, layout, reference=reference)
-    return encode(message, with_layout=head.has_layout)
 
 
 def _describe(record: object) -> str:

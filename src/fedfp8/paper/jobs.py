@@ -9,7 +9,7 @@ import tomli_w
 
 from fedfp8.errors import ConfigError
 from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, with_settings
-from fedfp8.fl.store import write_atomic
+from fedfp8.link.store import write_atomic
 from fedfp8.paper.paper import TABLES
 from fedfp8.paper.records import read_run
 
