@@ -39,7 +39,8 @@ def pack(
 def unpack(payload: bytes, model: nn.Module, *, reference: State | Sequence[State] | None = None) -> State:
     """Load `payload` into `model` and return the decoded state, usable as a reference.
 
-    reference: the state, or states, that the sender may have used. The model changes only after the whole payload has been decoded and checked; a WireFormatError leaves it untouched.
+    reference: the state, or states, that the sender may have used. The model changes only after the whole payload has
+    been decoded and checked; a WireFormatError leaves it untouched.
     """
     state = dequantize_state(decode(payload, layout_of(model), references=_several(reference)))
     load_state(model, state)

@@ -108,11 +108,12 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
         yield Plan(spec, spec.size, dithered, dice, seed, alpha, step, given, q.place, q.strata, version)
 
 
-def mode_name(mode: int) -> str:
+def mode_name(mode: int, references: int = 1) -> str:
+    """For people; which reference it is where a message has several."""
     given = mode & 3 in (REFERENCE, SAME)
     if mode >> INDEX >= REFERENCES or (mode & ~3 and not given):
         return f"unknown ({mode})"
-    index = f" {(mode >> INDEX) + 1}" if mode >> INDEX else ""
+    index = f" {(mode >> INDEX) + 1}" if given and (references > 1 or mode >> INDEX) else ""
     return MODES[mode & 3] + index + (", no dice" if mode & NO_DICE else "")
 
 
@@ -182,7 +183,8 @@ def _decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
         raise WireFormatError("this mode does not exist in this version; the message is damaged or from a newer fedfp8")
     if index >= len(plan.references):
         raise WireFormatError(
-            f"needs reference {index + 1}, but the header names {len(plan.references) or 'none'}; the message is damaged"
+            f"needs reference {index + 1}, but the header names {len(plan.references) or 'none'}; the message is "
+            "damaged"
         )
     reference = plan.references[index]
     dice = plan.dice and not mode & NO_DICE

@@ -52,7 +52,8 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         head = asdict(self.header)
         head["layout_fingerprint"] = self.header.layout_fingerprint.hex()
-        head["reference_fingerprints"] = [named.hex() for named in self.header.reference_fingerprints]
+        named = [fingerprint.hex() for fingerprint in self.header.reference_fingerprints]
+        head["reference_fingerprint"], head["reference_fingerprints"] = named[0] if named else None, named
         rows = None
         if self.rows is not None:
             rows = [{**asdict(row), "bits_per_weight": row.bits_per_weight} for row in self.rows]
@@ -89,7 +90,7 @@ def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
         return Inspection(head, len(payload), None)
     head, layout, reader = checked_body(payload, layout)
     q = read_plain(head, layout, reader)
-    rows = {row.name: row for row in _coded_rows(q, reader)}
+    rows = {row.name: row for row in _coded_rows(q, len(head.reference_fingerprints), reader)}
     for spec in layout:
         if spec.kind not in coded_kinds(head.rounding):
             tensor = q.rest[spec.name]
@@ -99,12 +100,12 @@ def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
     return Inspection(head, len(payload), tuple(rows[spec.name] for spec in layout))
 
 
-def _coded_rows(q: QuantState, reader: Reader) -> list[Row]:
+def _coded_rows(q: QuantState, references: int, reader: Reader) -> list[Row]:
     rows = []
     before = reader.position
     for plan, mode, _ in records(q, (), reader):
         used, before = reader.position - before, reader.position
         step = plan.step if plan.dithered else None
-        name = "nothing" if mode is None else codec.mode_name(mode)
+        name = "nothing" if mode is None else codec.mode_name(mode, references)
         rows.append(Row(plan.name, plan.spec.kind, name, plan.size, used, step))
     return rows

@@ -183,7 +183,7 @@ def _find_references(head: Header, layout: Layout, given: tuple[State, ...]) -> 
         if state is None:
             others = ", ".join(state.fingerprint.hex() for state in given) or "none"
             raise WireFormatError(
-                f"the payload is coded given the model with reference fingerprint {wanted.hex()}, and the receiver gave "
+                f"the payload is coded given the model with reference fingerprint {wanted.hex()}, the receiver gave "
                 f"{others}; pass it as reference (the very model the sender used), or have the sender encode without it"
             )
         _check_reference(layout, state)

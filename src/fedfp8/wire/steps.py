@@ -41,7 +41,8 @@ class Predictor:
 
     def __init__(self, plan: "Plan", reference: "Reference | None", dice: bool) -> None:
         self.plan, self.dice = plan, dice
-        self.reference, self.rms = (None, 0.0) if reference is None else (reference.values, reference.rms)
+        self.reference = None if reference is None else reference.values
+        self.rms = 0.0 if reference is None else reference.rms
         self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else dice_keys(plan.seed)
         n = min(plan.size, PIECE)
         self.pred, self.ctx, self.values = np.empty(n, np.int32), np.empty(n, np.uint16), np.empty(n, np.int32)
