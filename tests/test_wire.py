@@ -132,19 +132,19 @@ def test_dice_make_the_prediction() -> None:
     """The predictor's codes are those of the quantizer, with and without dice, and its places lie where they should."""
     old = bell(50000)
     q = quantized(one_weight(old, 1.7), "stochastic")
-    plan = next(codec.plans(q, one_weight(old, 9.0)))
-    assert np.array_equal(steps.predicted(plan, old.numpy(), True), q.codes["w"].numpy())
-    assert np.array_equal(steps.predicted(plan, old.numpy(), False), to_codes(old, 1.7).numpy())
+    plan = next(codec.plans(q, [one_weight(old, 9.0)]))
+    assert np.array_equal(steps.predicted(plan, plan.references[0], True), q.codes["w"].numpy())
+    assert np.array_equal(steps.predicted(plan, plan.references[0], False), to_codes(old, 1.7).numpy())
     d = quantized(one_weight(old, 1.7), "dithered")
-    plan = next(codec.plans(d, one_weight(old, 1.7)))
-    assert np.array_equal(steps.predicted(plan, old.numpy(), True), d.codes["w"].numpy())
+    plan = next(codec.plans(d, [one_weight(old, 1.7)]))
+    assert np.array_equal(steps.predicted(plan, plan.references[0], True), d.codes["w"].numpy())
 
 
 def test_known_dice_cost_fewer_bits() -> None:
     """Independent stochastic rounding of a model that did not move costs 1.2 bits a weight without its dice."""
     values = bell(60000)
     q = quantized(one_weight(values, 2.0), "stochastic")
-    plan = next(codec.plans(q, one_weight(values + 0.001 * bell(60000, 1), 2.0)))
+    plan = next(codec.plans(q, [one_weight(values + 0.001 * bell(60000, 1), 2.0)]))
     codes = q.codes["w"].numpy()
     with_dice = len(codec.encode(plan, codes, True)[1])
     blind = codec.Plan(**{**plan.__dict__, "dice": False})
@@ -234,7 +234,7 @@ def test_overhead_is_small(build, limit: int) -> None:  # type: ignore[no-untype
         q = quantized(state, rounding)
         payload = wire.encode(q, reference=reference)
         total = len(payload)
-        for plan in codec.plans(q, reference):
+        for plan in codec.plans(q, [reference]):
             if plan.empty:
                 continue
             _, data = codec.encode(plan, q.codes[plan.name].numpy(), True)

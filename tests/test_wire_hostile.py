@@ -13,7 +13,7 @@ import fedfp8
 from fedfp8 import Format, wire
 from fedfp8.errors import WireFormatError
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import State, quantize_state
+from fedfp8.model.state import QuantState, State, quantize_state
 from fedfp8.models.lenet import lenet
 from fedfp8.nn import prepare, state_of
 from fedfp8.wire.container import seal, varint
@@ -128,7 +128,7 @@ def test_every_byte_of_a_coded_tensor_under_a_valid_checksum() -> None:
     ("at", "value", "words"),
     [
         (0, b"PK", "not a fedfp8 message"),
-        (4, b"\x02", "version is 2"),
+        (4, b"\x03", "version is 3"),
         (5, b"\xf9", "flags"),
         (6, b"\0\0", "layout fingerprint"),
         (21, b"\xff", "63 bits"),
@@ -214,7 +214,7 @@ def test_impossible_models_of_steps(head: bytes) -> None:
 def test_huge_counts_allocate_nothing() -> None:
     """A few bytes that claim four thousand million elements."""
     big = Layout((TensorSpec("w", (2**16, 2**15), "float32", "float"), TensorSpec("v", (2**31,), "float32", "float")))
-    start = wire.container.write_header(big, "none", 0, None, True)
+    start = wire.container.write_header(QuantState(big, "none", 0), (), True)
     for payload in (seal(start), seal(start + b"\0" * 100)):
         tracemalloc.start()
         with pytest.raises(WireFormatError, match="too many"):
@@ -229,7 +229,7 @@ def test_coded_tensors_allocate_no_more_than_their_data_explains() -> None:
     weight = TensorSpec("w", (2**31,), "float32", "fp8", fedfp8.E4M3, "a")
     layout = Layout((weight, TensorSpec("a", (), "float32", "range")))
     for rounding, plain in (("stochastic", struct.pack("<f", 1.0)), ("dithered", struct.pack("<ff", 1.0, 1.0))):
-        start = wire.container.write_header(layout, rounding, 0, None, True) + plain
+        start = wire.container.write_header(QuantState(layout, rounding, 0), (), True) + plain
         for mode, data in (
             (0, b"\x08" * 50),
             (1, b"\0\x80\0" + b"\x7f" * 61),

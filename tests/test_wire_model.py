@@ -109,8 +109,8 @@ def test_contexts_by_hand() -> None:
     old = bell(20000)
     state = BENCH.one(old, 1.0)
     q = quantize_state(state, seed=3, rounding="dithered", step={"w": 0.37})
-    plan = next(codec.plans(q, state))
-    pred, ctx = steps.Predictor(plan, plan.reference, True)(0, 20000)
+    plan = next(codec.plans(q, [state]))
+    pred, ctx = steps.Predictor(plan, plan.references[0], True)(0, 20000)
     y = (old * np.float32(1 / np.float64(np.float32(0.37)))).double() + hash_uniform(plan.seed, 20000).double()
     safe = ((y * 32) - (y * 32).round()).abs() > 1e-4  # not within float32's rounding of a boundary
     place = ((y - y.floor()) * 32).floor().long()
@@ -144,7 +144,7 @@ def test_a_twenty_thousand_weight_tensor_still_gains() -> None:
     """Reference mode below 1.5 bits where static needs 6."""
     q, reference = next((q, r) for n, q, r in BENCH.synthetic(20_000) if n.startswith("fp8, move 0.02"))
     (row,) = BENCH.rates(q, reference)
-    alone = codec.encode(next(codec.plans(q, None)), q.codes["w"].numpy(), True)
+    alone = codec.encode(next(codec.plans(q)), q.codes["w"].numpy(), True)
     assert row["bits"] < 1.5 and 8 * len(alone[1]) / 20_000 > 6
 
 
@@ -161,7 +161,7 @@ def test_extra_memory_is_bounded() -> None:
     import tracemalloc
 
     q, reference = PAIRS["fp8, move 0.1, alpha x 1.0"]
-    plan, codes = next(codec.plans(q, reference)), q.codes["w"].numpy()
+    plan, codes = next(codec.plans(q, [reference])), q.codes["w"].numpy()
     mode, data = codec.encode(plan, codes, True)
     for run in (lambda: codec.encode(plan, codes, True), lambda: codec.decode(plan, mode, memoryview(data))):
         tracemalloc.start()

@@ -22,6 +22,7 @@ import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import dither, from_codes, rms, to_codes, undither
+from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantize import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.rng import derive_seed
@@ -92,6 +93,9 @@ class QuantState:
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
+    place: int = 0  # of the sender among the `strata` of a cohort that shares its dice (dithered only)
+    strata: int = 1
+    change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
 
 
 def tensor_seed(seed: int, index: int) -> int:
@@ -112,11 +116,15 @@ def quantize_state(
     step: "float | Mapping[str, float] | None" = None,
     step_of: str = "weights",
     reference: State | None = None,
+    place: int = 0,
+    strata: int = 1,
+    change: bool = False,
 ) -> QuantState:
     """Quantize a whole state.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
-    ``step_of="update"``, or a mapping name -> absolute step.
+    ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
+    change: marks `state` as one of differences; nothing is subtracted here.
     """
     if rounding not in ROUNDINGS:
         raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
@@ -124,7 +132,12 @@ def quantize_state(
         raise QuantizationError(
             f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
         )
-    q = QuantState(state.layout, rounding, seed)
+    if rounding != "dithered" and (place, strata, change) != (0, 1, False):
+        raise QuantizationError(
+            f"place={place}, strata={strata}, change={change} with rounding={rounding!r}; they belong to 'dithered'"
+        )
+    dither_keys(seed, place, strata)  # refuses places that do not exist, even where every tensor is zero
+    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change)
     for index, spec in enumerate(state.layout):
         tensor, dice = state[spec.name], tensor_seed(seed, index)
         if spec.kind not in coded_kinds(rounding):
@@ -133,7 +146,7 @@ def quantize_state(
             size = _step(spec, tensor, step, step_of, reference)
             q.steps[spec.name] = size
             q.codes[spec.name] = (
-                dither(tensor.view(-1), size, seed=dice, name=spec.name)
+                dither(tensor.view(-1), size, seed=dice, place=place, strata=strata, name=spec.name)
                 if size
                 else torch.zeros(spec.size, dtype=torch.int32)
             )
@@ -152,9 +165,9 @@ def dequantize_state(q: QuantState) -> State:
         if spec.name in q.rest:
             tensors[spec.name] = q.rest[spec.name]
         elif q.rounding == "dithered":
-            step = q.steps[spec.name]
+            step, dice = q.steps[spec.name], tensor_seed(q.seed, index)
             flat = (
-                undither(q.codes[spec.name], step, seed=tensor_seed(q.seed, index), name=spec.name)
+                undither(q.codes[spec.name], step, seed=dice, place=q.place, strata=q.strata, name=spec.name)
                 if step
                 else torch.zeros(spec.size)
             )
