@@ -31,7 +31,8 @@ from fedfp8.fl.config import ServerConfig
 from fedfp8.fl.federation import Federation, from_tensors
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.server_opt import server_optimize
-from fedfp8.fl.simulate import Workers, run_round
+from fedfp8.fl.simulate import Server, Workers, run_round
+from fedfp8.fl.wires import server_link
 from fedfp8.fp8 import quantize
 from fedfp8.model.state import State, dequantize_state, quantize_state
 from fedfp8.nn import prepare, state_of

@@ -69,9 +69,9 @@ class Client:
         before = time.thread_time()
         loss = self._update(model, task, format)
         training = time.thread_time() - before
-        local, head = state_of(model), header(task.payload)
+        local = state_of(model)
         local = local.with_layout(wire_for(self.config, format).layout_up(local.layout))
-        payload = write_reply(local, received, task.orders, head.place, head.strata)
+        payload = write_reply(local, received, task.orders)
         seconds = time.perf_counter() - begin
         return Reply(task.client, payload, self.federation.size(task.client), loss, seconds, training)
 

@@ -87,7 +87,9 @@ class Executor:
             return None
         entry, place = task.held
         self.history.entries[entry.number] = entry
-        return self.history.sent(entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place)
+        return self.history.sent(
+            entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place
+        )
 
     def evaluate(self, job: Evaluation) -> tuple[int, float, int]:
         if self.loaded != job.model:

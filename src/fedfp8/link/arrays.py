@@ -47,7 +47,9 @@ def torch_of(name: str, array: Any) -> torch.Tensor:
     try:
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
         with np.errstate(all="ignore"):
-            return torch.from_numpy(values if values.flags.writeable and _plain(values) else np.array(values, order="C"))
+            return torch.from_numpy(
+                values if values.flags.writeable and _plain(values) else np.array(values, order="C")
+            )
     except (TypeError, ValueError):
         raise QuantizationError(
             f"array {name!r} is {values.dtype}; numbers of at most 8 bytes can be sent: convert it, or leave it out"

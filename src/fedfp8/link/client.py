@@ -1,9 +1,9 @@
 """`ClientLink`: what a client must remember and do. It needs no settings: every message brings its orders.
 
-    client = ClientLink()
-    model.load_state_dict(client.receive(payload))      # LostReference: ask the server to resend
-    ...                                                 # train
-    reply = client.reply(model.state_dict())
+client = ClientLink()
+model.load_state_dict(client.receive(payload))      # LostReference: ask the server to resend
+...                                                 # train
+reply = client.reply(model.state_dict())
 """
 
 import json
@@ -47,14 +47,14 @@ def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable
     return decode(payload, layout, references=used)
 
 
-def write_reply(local: State, received: State, orders: Orders, place: int, strata: int, *, whole: bool = True) -> bytes:
+def write_reply(local: State, received: State, orders: Orders, *, whole: bool = True) -> bytes:
     """A client's model as it is sent back, given the one it received. whole: it has all the tensors of that one."""
-    q, reference = quantize_reply(local, received, orders, place, strata)
+    q, reference = quantize_reply(local, received, orders)
     references = () if reference is None else (reference,)
     return encode(q, references=references, lossless=orders.lossless, with_layout=not whole)
 
 
-def quantize_reply(local: State, received: State, orders: Orders, place: int, strata: int) -> tuple[QuantState, State | None]:
+def quantize_reply(local: State, received: State, orders: Orders) -> tuple[QuantState, State | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
     if orders.up != "dithered":
         return quantize_state(local, seed=orders.seed, rounding=orders.up), received
@@ -64,7 +64,7 @@ def quantize_reply(local: State, received: State, orders: Orders, place: int, st
     is_change = not _unlike(local, moved, coded)
     state = moved if is_change else local
     q = quantize_state(
-        state, seed=orders.seed, rounding=orders.up, place=place, strata=strata, change=is_change,
+        state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
         step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
     )  # fmt: skip
     return q, None
@@ -101,7 +101,6 @@ class ClientLink:
         self.arrays = arrays
         self.held: State | None = None  # the model received last
         self._orders: Orders | None = None
-        self._draw = 0, 1  # place and strata of the round
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._read()
@@ -112,8 +111,7 @@ class ClientLink:
         start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
         known = [state for state in (self.held, start) if state is not None]
         received = dequantize_state(read_message(payload, [state.layout for state in known], known))
-        head = header(payload)
-        self.held, self._orders, self._draw = received, orders, (head.place, head.strata)
+        self.held, self._orders = received, orders
         if self.path is not None and orders.cache:
             write_state(self.path, received)
         tensors = tensors_of(received)
@@ -130,7 +128,7 @@ class ClientLink:
             if received.get(spec.name) != spec:
                 raise QuantizationError(f"tensor {spec.name!r} is {spec}; it was received as {received.get(spec.name)}")
         whole = local.layout.fingerprint == self.held.layout.fingerprint
-        return write_reply(local, self.held, self._orders, *self._draw, whole=whole)
+        return write_reply(local, self.held, self._orders, whole=whole)
 
     def _coded(self) -> list[str]:
         assert self.held is not None
@@ -165,7 +163,7 @@ class ClientLink:
         if self.held is None:
             return {}
         orders = b"" if self._orders is None else self._orders.to_bytes()
-        meta = {"layout": self.held.layout.to_bytes().decode(), "orders": orders.hex(), "draw": self._draw}
+        meta = {"layout": self.held.layout.to_bytes().decode(), "orders": orders.hex()}
         text = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
         return {"meta": text} | {f"tensor/{name}": tensor for name, tensor in self.held.items()}
 
@@ -176,8 +174,6 @@ class ClientLink:
                 meta = json.loads(saved["meta"].numpy().tobytes())
                 layout = Layout.from_bytes(meta["layout"].encode())
                 self.held = State(layout, {s.name: saved[f"tensor/{s.name}"].contiguous() for s in layout})
-                place, strata = meta["draw"]
-                self._draw = int(place), int(strata)
                 self._orders = Orders.split(bytes.fromhex(meta["orders"]))[0] if meta["orders"] else None
         except (KeyError, ValueError, TypeError) as error:
             raise RunError(f"this is not the state of a ClientLink: {error}; give what state_dict returned") from None

@@ -12,7 +12,7 @@ reply that cannot be used raises an error that names the client and changes noth
 import json
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fedfp8.link.history import Entry, History, quantize_down
 from fedfp8.link.wire import Orders, Wire, wire_named
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import QuantState, State, dequantize_state
-from fedfp8.rng import derive_seed, generator
+from fedfp8.rng import generator
 from fedfp8.wire import decode, encode, header
 from fedfp8.wire.container import checked_body
 
@@ -38,7 +38,9 @@ LOSSES = 2  # a client that lost its reference this often is sent models without
 class Round:
     """One model on its way to a cohort: lazily coded, so that no more than one client's message is in memory."""
 
-    def __init__(self, link: "ServerLink", entry: Entry, round: int, wires: dict[Client, Wire], places: dict[Client, int]):
+    def __init__(
+        self, link: "ServerLink", entry: Entry, round: int, wires: dict[Client, Wire], places: dict[Client, int]
+    ):
         self.link, self.entry, self.round, self.wires, self.places = link, entry, round, wires, places
         self.confirmed: set[Client] = set()
         self.traffic: dict[str, dict[Client, int]] = {"down": {}, "up": {}, "resent": {}}
@@ -70,7 +72,7 @@ class Round:
         link, wire = self.link, self.wires[client]
         return Orders(
             wire.up, wire.format_up, wire.kappa_up_for(len(self.wires)), wire.fan_in,
-            wire.seed_up(link.seed, self.round, client), wire.lossless, link.cache, link.coded,
+            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, link.cache, link.coded,
         )  # fmt: skip
 
     def receive(self, client: Client, payload: bytes) -> State:
@@ -96,9 +98,12 @@ class Round:
         self.confirmed.add(client)
         return update
 
+    def _place_up(self, client: Client) -> tuple[int, int]:
+        return (self.places[client], self.entry.strata) if self.wires[client].sends_changes else (0, 1)
+
     def _check(self, client: Client, wire: Wire, message: QuantState) -> None:
         seed = wire.seed_up(self.link.seed, self.round, client)
-        place, strata = (self.places[client], self.entry.strata) if wire.up == "dithered" else (0, 1)
+        place, strata = self._place_up(client)
         found = message.rounding, message.seed, message.place, message.strata
         if found != (wire.up, seed, place, strata):
             raise WireFormatError(
@@ -329,9 +334,11 @@ class ServerLink:
         self.seed = self.history.root = int(meta["seed"])
         self.opened, self.number = int(meta["opened"]), int(meta["number"])
         self.held = {client: (number, place) for client, number, place in meta["held"]}
-        self.losses = dict(map(tuple, meta["losses"]))  # type: ignore[arg-type]
+        self.losses = dict(map(tuple, meta["losses"]))
         self.without_start = set(meta["without_start"])
-        self.history.entries = {n: Entry(n, bytes.fromhex(f), cohort, strata) for n, f, cohort, strata in meta["entries"]}
+        self.history.entries = {
+            n: Entry(n, bytes.fromhex(f), cohort, strata) for n, f, cohort, strata in meta["entries"]
+        }
         self.frame = None if meta["frame"] is None else Frame.from_json(meta["frame"])
         self.round = None
         if open := meta["round"]:
@@ -365,7 +372,9 @@ class ServerLink:
                     self.history.add(number, model, 1, 1)
                 self.load_meta(meta)
             except (KeyError, ValueError, TypeError) as error:
-                raise RunError(f"this is not the state of a ServerLink: {error}; give what state_dict returned") from None
+                raise RunError(
+                    f"this is not the state of a ServerLink: {error}; give what state_dict returned"
+                ) from None
 
 
 def _part_of(layout: Layout, whole: Layout) -> Layout:
@@ -373,7 +382,9 @@ def _part_of(layout: Layout, whole: Layout) -> Layout:
     known = set(whole)
     for spec in layout:
         if spec not in known:
-            raise WireFormatError(f"the update has a tensor {spec.name!r} {spec.shape} that was not sent: another model")
+            raise WireFormatError(
+                f"the update has a tensor {spec.name!r} {spec.shape} that was not sent: another model"
+            )
     return layout
 
 

@@ -132,7 +132,7 @@ def _step(state: State, spec: TensorSpec, kappa: float) -> float:
 # What the server tells a client: in front of the model, so that a client needs no settings of its own
 
 MAGIC, VERSION = b"fp8l", 1
-HEAD = struct.Struct("<4sBBBBfQH")
+HEAD = struct.Struct("<4sBBBBBBffQH")
 LOSSLESS, CACHE, HAS_FORMAT = 1, 2, 4
 
 
@@ -145,6 +145,8 @@ class Orders:
     kappa_up: float
     fan_in: float
     seed: int
+    place: int = 0  # of this client in a cell, and how many there are
+    strata: int = 1
     lossless: bool = True
     cache: bool = True  # keep what was received: the next model may be coded given it
     coded: tuple[str, ...] = ()  # name patterns, where the server has some
@@ -154,28 +156,27 @@ class Orders:
         bits = 0 if self.format_up is None else self.format_up.exponent_bits << 4 | self.format_up.mantissa_bits
         patterns = "\n".join(self.coded).encode()
         rounding = ROUNDINGS.index(self.up)
-        head = HEAD.pack(MAGIC, VERSION, flags, rounding, bits, self.kappa_up, self.seed, len(patterns))
-        return head + struct.pack("<f", self.fan_in) + patterns
+        numbers = rounding, bits, self.place, self.strata - 1, self.kappa_up, self.fan_in, self.seed
+        return HEAD.pack(MAGIC, VERSION, flags, *numbers, len(patterns)) + patterns
 
     @classmethod
     def split(cls, message: bytes) -> tuple["Orders", bytes]:
         """(the orders, the payload) of a message of a ServerLink."""
         try:
-            magic, version, flags, rounding, bits, kappa, seed, length = HEAD.unpack_from(message)
-            (fan_in,) = struct.unpack_from("<f", message, HEAD.size)
-            start = HEAD.size + 4
-            patterns = bytes(message[start : start + length]).decode()
+            magic, version, flags, rounding, bits, place, last, kappa, fan_in, seed, length = HEAD.unpack_from(message)
+            end = HEAD.size + length
+            patterns = bytes(message[HEAD.size : end]).decode()
             format = Format(bits >> 4, bits & 15) if flags & HAS_FORMAT else None
-            sound = math.isfinite(kappa) and kappa > 0 and math.isfinite(fan_in) and fan_in >= 0
-            if magic != MAGIC or version != VERSION or flags > 7 or not sound or len(message) < start + length:
+            sound = math.isfinite(kappa) and kappa > 0 and math.isfinite(fan_in) and fan_in >= 0 and place <= last
+            if magic != MAGIC or version != VERSION or flags > 7 or not sound or len(message) < end:
                 raise ValueError(f"it begins with {bytes(message[:5])!r}")
             orders = cls(
-                ROUNDINGS[rounding], format, kappa, fan_in, seed, bool(flags & LOSSLESS), bool(flags & CACHE),
-                tuple(patterns.split("\n")) if patterns else (),
+                ROUNDINGS[rounding], format, kappa, fan_in, seed, place, last + 1, bool(flags & LOSSLESS),
+                bool(flags & CACHE), tuple(patterns.split("\n")) if patterns else (),
             )  # fmt: skip
         except (struct.error, ValueError, IndexError) as error:
             raise WireFormatError(
                 f"a message of {len(message)} bytes is not one of a fedfp8.ServerLink ({error}); give ClientLink.receive "
                 "exactly the bytes that ServerLink.broadcast or resend made, and use the same fedfp8 on both sides"
             ) from None
-        return orders, bytes(message[start + length :])
+        return orders, bytes(message[end:])
