@@ -57,11 +57,11 @@ class Killer(Pool):
 
 def test_killing_a_worker_in_mid_round_changes_nothing_but_a_note(tmp_path: Path) -> None:
     config = tiny("uq", local__steps=5)
-    federation, server, store = start(config, tmp_path / "calm")
-    wanted, record = run_round(server, config, federation, Inline(config, federation, tmp_path / "calm"), store)
-    federation, server, store = start(config, tmp_path / "disturbed")
+    federation, server, link = start(config, tmp_path / "calm")
+    wanted, record = run_round(server, config, federation, Inline(config, federation, tmp_path / "calm"), link)
+    federation, server, link = start(config, tmp_path / "disturbed")
     with Killer(config, federation, tmp_path / "disturbed", 1) as pool:
-        found, disturbed = run_round(server, config, federation, pool, store)
+        found, disturbed = run_round(server, config, federation, pool, link)
         assert len(pool.notes) == 1 and "worker 0 died (exit code -9) during client" in pool.notes[0]
     assert found.state.fingerprint == wanted.state.fingerprint
     assert (disturbed.digest_up, disturbed.bytes_up, disturbed.rejected) == (record.digest_up, record.bytes_up, [])
@@ -120,9 +120,9 @@ def test_the_lossless_stage_and_the_cache_change_bytes_only(method: str) -> None
 def test_bytes_are_the_lengths_of_payloads(tmp_path: Path) -> None:
     for method in ("fp32", "dq"):
         config = tiny(method)
-        federation, server, store = start(config, tmp_path / method)
+        federation, server, link = start(config, tmp_path / method)
         workers = Inline(config, federation, tmp_path / method)
-        _, records = rounds_with(workers, config, federation, server, store, 2)
+        _, records = rounds_with(workers, config, federation, server, link, 2)
         assert sum(r.bytes_down for r in records) == sum(map(len, workers.down))
         assert sum(r.bytes_up for r in records) == sum(map(len, workers.up))
         history = fedfp8.run(tiny(method, 2))
@@ -148,14 +148,14 @@ def test_the_memory_of_the_cache_is_bounded_and_reported(tmp_path: Path) -> None
 def test_a_client_that_failed_gets_its_next_model_without_a_reference(tmp_path: Path) -> None:
     """It may have lost what it had: coded against that, it would fail in every round to come."""
     config = tiny("uq", clients__fraction=1.0)
-    federation, server, store = start(config, tmp_path)
+    federation, server, link = start(config, tmp_path)
     workers = Inline(config, federation, tmp_path)
-    server, _ = rounds_with(workers, config, federation, server, store, 1)
+    server, _ = rounds_with(workers, config, federation, server, link, 1)
     assert set(server.received) == set(range(6))
     workers.changed = lambda task, reply: type(reply)(2, error="lost") if task.client == 2 else reply
-    server, _ = rounds_with(workers, config, federation, server, store, 1)
+    server, _ = rounds_with(workers, config, federation, server, link, 1)
     assert set(server.received) == {0, 1, 3, 4, 5}
-    rounds_with(workers, config, federation, server, store, 1)
+    rounds_with(workers, config, federation, server, link, 1)
     assert [header(p).reference_fingerprint is None for p in workers.down[-6:]] == [k == 2 for k in range(6)]
 
 
@@ -194,17 +194,17 @@ def test_a_crash_at_every_step_of_a_checkpoint(where: str, round: int, tmp_path:
 
     target, name = {
         "model": (checkpoint, "write_state"), "history": (checkpoint.json, "dumps"),
-        "state": (checkpoint, "write_atomic"), "clean": (checkpoint.ModelStore, "keep_only"),
+        "state": (checkpoint, "write_atomic"), "clean": (fedfp8.link.history.History, "clean"),
     }[where]  # fmt: skip
     original, save = getattr(target, name), RunFolder.save
 
     def crash(*_, **__):
         raise Crash
 
-    def crashing_save(self, server, line):
+    def crashing_save(self, server, link, line):
         if server.round == round:
             monkeypatch.setattr(target, name, crash)
-        save(self, server, line)
+        save(self, server, link, line)
 
     monkeypatch.setattr(RunFolder, "save", crashing_save)
     with pytest.raises(Crash):

@@ -12,7 +12,7 @@ __all__ = ["server_link", "shares_start", "wire_for"]
 
 
 def wire_for(config: Config, client_format: str) -> Wire:
-    """How models travel to and from clients of a format. One without FP8 is sent, and sends, float32 instead of codes."""
+    """How models travel to and from clients of a format; those without FP8 get, and send, float32 instead of codes."""
 
     def direction(rounding: str, format: str) -> tuple[str, str]:
         codes = rounding in ("nearest", "stochastic")

@@ -71,7 +71,7 @@ def quantize_reply(local: State, received: State, orders: Orders) -> tuple[Quant
 
 
 def _unlike(local: State, moved: State, coded: list[str]) -> bool:
-    """Whether a reply is no model but something smaller under its names (a difference, gradients): that is sent as it is.
+    """Whether a reply is no model but something smaller under its names (a difference, gradients), to be sent as it is.
 
     A trained model is near the one it came from; a difference is as far from it as the model is large.
     """
@@ -145,7 +145,7 @@ class ClientLink:
                 raise QuantizationError(f"tensor {name!r} was not received; a reply holds tensors of the model only")
             if tensor.shape != was.shape:
                 raise QuantizationError(
-                    f"tensor {name!r} is {tuple(tensor.shape)} and was received as {tuple(was.shape)}; send it as it came"
+                    f"tensor {name!r} is {tuple(tensor.shape)} and was received as {tuple(was.shape)}; shapes must stay"
                 )
             cast = tensor.to(was.dtype)
             floats = tensor.is_floating_point() and was.is_floating_point()

@@ -229,7 +229,7 @@ class ServerLink:
             return round.orders(client).to_bytes() + round.payload(client)
 
     def close(self) -> None:
-        """Remember who received the model of the open round. A client that did not answer may hold the new or the old."""
+        """Remember who received the open round's model. A client that did not answer may hold that or an older one."""
         with self._lock:
             if self.round is None:
                 return
@@ -336,13 +336,11 @@ class ServerLink:
         self.held = {client: (number, place) for client, number, place in meta["held"]}
         self.losses = dict(map(tuple, meta["losses"]))
         self.without_start = set(meta["without_start"])
-        self.history.entries = {
-            n: Entry(n, bytes.fromhex(f), cohort, strata) for n, f, cohort, strata in meta["entries"]
-        }
+        self.history.entries = {n: Entry(n, bytes.fromhex(f), size, strata) for n, f, size, strata in meta["entries"]}
         self.frame = None if meta["frame"] is None else Frame.from_json(meta["frame"])
         self.round = None
         if open := meta["round"]:
-            places = {client: place for client, place in open["places"]}
+            places = dict(open["places"])
             wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in places}
             self.round = Round(self, self.history.entries[open["number"]], self.opened, wires, places)
             self.round.confirmed = set(open["confirmed"])
@@ -372,9 +370,7 @@ class ServerLink:
                     self.history.add(number, model, 1, 1)
                 self.load_meta(meta)
             except (KeyError, ValueError, TypeError) as error:
-                raise RunError(
-                    f"this is not the state of a ServerLink: {error}; give what state_dict returned"
-                ) from None
+                raise RunError(f"not the state of a ServerLink: {error}; give what state_dict returned") from None
 
 
 def _part_of(layout: Layout, whole: Layout) -> Layout:

@@ -176,7 +176,7 @@ class Orders:
             )  # fmt: skip
         except (struct.error, ValueError, IndexError) as error:
             raise WireFormatError(
-                f"a message of {len(message)} bytes is not one of a fedfp8.ServerLink ({error}); give ClientLink.receive "
-                "exactly the bytes that ServerLink.broadcast or resend made, and use the same fedfp8 on both sides"
+                f"a message of {len(message)} bytes is not one of a fedfp8.ServerLink ({error}); give "
+                "ClientLink.receive the very bytes that broadcast or resend made, and use one fedfp8 on both sides"
             ) from None
         return orders, bytes(message[end:])
