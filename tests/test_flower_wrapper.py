@@ -391,10 +391,11 @@ def poisoned(reply):
 def huge_layout():
     """A message that claims four billion zeros in a few bytes."""
     from fedfp8.model.layout import Layout, TensorSpec
+    from fedfp8.model.state import QuantState
     from fedfp8.wire.container import seal, write_header
 
     layout = Layout((TensorSpec("3.weight", (2**31,), kind="float"),))
-    return seal(write_header(layout, "dithered", 1, None, True) + np.zeros(1, "<f4").tobytes())
+    return seal(write_header(QuantState(layout, "dithered", 1), (), True) + np.zeros(1, "<f4").tobytes())
 
 
 def foreign():

@@ -5,7 +5,7 @@
                 fingerprints, 0 to 3
     then        [layout] | body | checksum
 
-A message is of version 1 unless it needs something that only version 2 has (`version_of`). All integers are little-endian.
+A message is of version 1 unless it needs something that only version 2 has (`version_of`). Integers are little-endian.
 A payload is hostile until its checksum and every length in it have been checked, and every check happens before
 anything of that length is allocated.
 """
