@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("flwr")
+from fedfp8.flower.wrapper.arrays import Wire, arrays_of, state_of_arrays
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
@@ -25,7 +26,6 @@ from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError
 from fedfp8.flower import FP8, FP8FedAvg, LocalGrid, fp8_mod
 from fedfp8.flower.blob import blob_of, is_blob, record_of
 from fedfp8.flower.cache import RECORD as CACHE
-from fedfp8.flower.wrapper.arrays import Wire, arrays_of, state_of_arrays
 from fedfp8.flower.wrapper.orders import RECORD, Orders
 from fedfp8.model.state import dequantize_state, quantize_state
 from fedfp8.nn import prepare

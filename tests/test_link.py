@@ -112,13 +112,13 @@ def test_the_mean_of_a_full_cohort_is_within_half_a_stratum(clients: int) -> Non
 
 
 def test_uneven_cohorts_are_still_far_better_than_independent_bits() -> None:
-    """18 clients on 16 places with weights 1..3. With e_j = s((k_j + 1/2 - u_j) - x/s) the error of client j, independent
-    bits give variance s^2/12 * sum w^2/(sum w)^2. Here the mean over the places has |error| <= s/(2*16) for the part of
-    the weights that is equal at every place, and the rest, of weight r in all, adds at most r * s/2."""
+    """18 clients on 16 places with weights 1 to 3. Independent bits would give the mean a variance of step^2/12 * sum w^2
+    with weights that sum to 1; with places it is step^2/12 * (1/M^2 + (1 + 1/M) * sum (W - 1/M)^2), W the weights summed
+    by place (docs/method.md): here at most 0.66 of that, and a standard deviation of 0.81 of it for any dealing."""
     weights = [1.0 + k % 3 for k in range(18)]
     _, rms, step = mean_error(18, seed=3, weights=weights)
     independent = step / math.sqrt(12) * math.sqrt(sum(w * w for w in weights)) / sum(weights)
-    assert rms < 0.75 * independent
+    assert rms < 0.81 * independent
 
 
 def test_places_are_dealt_evenly_and_anew_in_every_round() -> None:
@@ -134,8 +134,8 @@ def test_places_are_dealt_evenly_and_anew_in_every_round() -> None:
 
 @pytest.mark.parametrize("wire", ["dq", "fp8"])
 def test_every_client_is_served_without_bias_whatever_the_others_do(wire: str) -> None:
-    """Mean over 400 draws of one client's error in a cohort of three, two of which drop out: with n elements and an error
-    of variance at most step^2/4 each, the mean of all lies within 5 sigma = 5 * step / (2 sqrt(400 n)) of 0."""
+    """Mean over 400 draws of one client's error in a cohort of three, two of which drop out: with n elements and errors of
+    variance at most step^2/4 each, the mean of all lies within 5 sigma = 5 * step / (2 sqrt(400 n)) of 0."""
     state = {"w": torch.randn(40, 40, generator=torch.Generator().manual_seed(0))}
     total, step = torch.zeros(40, 40, dtype=torch.float64), 0.0
     for seed in range(400):

@@ -17,7 +17,8 @@ from fedfp8 import E4M3, E5M2, Format, dither, quantize, to_codes, undither, wir
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import hash_uniform
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import ROUNDINGS, QuantState, State, dequantize_state, quantize_state, tensor_seed
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
 from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of

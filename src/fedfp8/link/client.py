@@ -18,7 +18,8 @@ from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, to
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Orders, steps_of
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State, coded_kinds, dequantize_state, quantize_state
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
@@ -56,9 +57,10 @@ def write_reply(local: State, received: State, orders: Orders, *, whole: bool = 
 
 def quantize_reply(local: State, received: State, orders: Orders) -> tuple[QuantState, State | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
-    if orders.up != "dithered":
+    rule = ROUNDINGS[orders.up]
+    if not rule.has_steps:
         return quantize_state(local, seed=orders.seed, rounding=orders.up), received
-    coded = [spec.name for spec in local.layout if spec.kind in coded_kinds("dithered")]
+    coded = [spec.name for spec in local.layout if spec.kind in rule.kinds]
     change = {name: local[name] - received[name] for name in coded}
     moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
     is_change = not _unlike(local, moved, coded)

@@ -114,8 +114,8 @@ class Round:
 
     def _encoded(self, client: Client, held: tuple[int, int] | None, start: bool) -> bytes:
         wire, place = self.wires[client], self.places[client]
-        given = held if held is None or wire.down == "dithered" else (held[0], 0)
-        key = wire, place if wire.down == "dithered" else 0, given, start
+        given = held if held is None or wire.has_places else (held[0], 0)
+        key = wire, place if wire.has_places else 0, given, start
         if key in self._payloads:
             return self._payloads[key]
         if self._message is None or self._message[0] != key[:2]:
@@ -127,7 +127,7 @@ class Round:
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
         known = held is not None or start or self.link.layout_known
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
-        if held is None or wire.down != "dithered":  # others will ask for the same
+        if held is None or not wire.has_places:  # others will ask for the same
             self._payloads[key] = payload
         return payload
 
