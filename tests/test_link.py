@@ -114,11 +114,11 @@ def test_the_mean_of_a_full_cohort_is_within_half_a_stratum(clients: int) -> Non
 def test_uneven_cohorts_are_still_far_better_than_independent_bits() -> None:
     """18 clients on 16 places with weights 1 to 3. Independent bits would give the mean a variance of step^2/12 * sum w^2
     with weights that sum to 1; with places it is step^2/12 * (1/M^2 + (1 + 1/M) * sum (W - 1/M)^2), W the weights summed
-    by place (docs/method.md): here at most 0.66 of that, and a standard deviation of 0.81 of it for any dealing."""
+    by place (docs/method.md): at most 0.56 of that for any dealing, 0.75 in standard deviation; 2 % for 19,200 draws."""
     weights = [1.0 + k % 3 for k in range(18)]
     _, rms, step = mean_error(18, seed=3, weights=weights)
     independent = step / math.sqrt(12) * math.sqrt(sum(w * w for w in weights)) / sum(weights)
-    assert rms < 0.81 * independent
+    assert rms < 0.77 * independent
 
 
 def test_places_are_dealt_evenly_and_anew_in_every_round() -> None:
