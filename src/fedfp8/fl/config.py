@@ -5,7 +5,7 @@ and single settings ``section.field = value``, in that order. The same names ser
 (``--set dq.kappa_up=4``) and in Python.
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from fedfp8.errors import ConfigError
@@ -103,15 +103,21 @@ class QatConfig:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """One direction of communication."""
+    """One direction of communication; checked by `Config`, which knows which one it is."""
 
     rounding: str = "stochastic"  # none (float32) | nearest | stochastic | dithered
     format: str = ""  # of the FP8 codes; empty: qat.format
 
-    def __post_init__(self) -> None:
-        choice("link rounding", self.rounding, "none", "nearest", "stochastic", "dithered")
-        if self.format:
-            _check_format("link format", self.format)
+    def check(self, name: str) -> None:
+        choice(f"{name}.rounding", self.rounding, "none", "nearest", "stochastic", "dithered")
+        if not self.format:
+            return
+        _check_format(f"{name}.format", self.format)
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(
+                f"{name}.format={self.format!r} and {name}.rounding={self.rounding!r} contradict each other: only "
+                "'nearest' and 'stochastic' send FP8 codes"
+            )
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,8 @@ class Config:
     round: RoundConfig = field(default_factory=RoundConfig)
 
     def __post_init__(self) -> None:
+        self.up.check("up")
+        self.down.check("down")
         coded = {link.rounding for link in (self.up, self.down)} & {"nearest", "stochastic"}
         if self.server.optimize and self.down.rounding not in ("nearest", "stochastic"):
             raise ConfigError(
@@ -195,12 +203,6 @@ class Config:
                 f"{self.down.rounding!r}) contradict each other: without FP8 training no ranges are learned to code "
                 "with; use rounding 'none' or 'dithered' on both links, or qat.rounding='nearest'"
             )
-        for name, link in (("up", self.up), ("down", self.down)):
-            if link.format and link.rounding not in ("nearest", "stochastic"):
-                raise ConfigError(
-                    f"{name}.format={link.format!r} and {name}.rounding={link.rounding!r} contradict each other: only "
-                    "'nearest' and 'stochastic' send FP8 codes"
-                )
         if self.clients.formats and self.qat.rounding == "off":
             raise ConfigError(
                 "clients.formats and qat.rounding='off' contradict each other: nothing would be trained in FP8"
@@ -258,6 +260,6 @@ def from_dict(values: dict[str, Any]) -> Config:
                 assign(checked, f"{section}.{key}", value)
         else:
             assign(checked, section, content)
-    sections = {f.name: f.default_factory for f in fields(Config) if is_dataclass(getattr(Config(), f.name))}
-    built = {name: type(getattr(Config(), name))(**checked[name]) for name in sections}
+    sections = {f.name: f.default_factory for f in fields(Config) if f.default_factory is not MISSING}
+    built = {name: section(**checked[name]) for name, section in sections.items()}
     return Config(**{**checked, **built})

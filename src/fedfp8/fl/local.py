@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from numpy.typing import ArrayLike
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -51,7 +52,7 @@ def _range_rate(local: LocalConfig, rate: float) -> float | None:
     return rate * local.range_lr / local.lr if local.range_lr else None
 
 
-def minibatches(part: "torch.Tensor | object", local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
+def minibatches(part: ArrayLike, local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
     """Shuffled minibatches of a client's examples: `epochs` passes, or `steps` batches."""
     indices = torch.as_tensor(part)
     done = 0
