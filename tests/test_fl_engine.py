@@ -36,6 +36,17 @@ def test_history_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert (tmp_path / "0/config.toml").read_bytes() == (tmp_path / "2/config.toml").read_bytes()
 
 
+@pytest.mark.parametrize("threads", [2, 4])
+def test_history_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+    """Every engine trains and evaluates with one thread, also in the caller's process, whose own number stays."""
+    config = tiny("uq", 2, local__batch_size=40)  # a batch that torch would split
+    torch.set_num_threads(1)
+    alone = fedfp8.run(config)
+    torch.set_num_threads(threads)
+    assert comparable(fedfp8.run(config).rounds) == comparable(alone.rounds)
+    assert torch.get_num_threads() == threads
+
+
 def test_history_follows_from_the_seed() -> None:
     one, again, other = (fedfp8.run(tiny("dq", 2, seed=s)) for s in (1, 1, 2))
     assert comparable(one.rounds) == comparable(again.rounds)

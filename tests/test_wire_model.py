@@ -14,9 +14,8 @@ from fedfp8 import E4M3, Format
 from fedfp8.fp8 import hash_uniform
 from fedfp8.model.state import quantize_state
 from fedfp8.wire import codec, model, rans, steps, stream
+from tools import FORMATS
 from wire_cases import bell
-
-FORMATS = [None] + [Format(e, m) for e in range(2, 6) for m in range(6) if 4 <= 1 + e + m <= 8]
 
 
 def bench_wire() -> ModuleType:
@@ -31,7 +30,7 @@ def bench_wire() -> ModuleType:
 BENCH = bench_wire()
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name if f else "uniform")
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=lambda f: f.name if f else "uniform")
 def test_priors_are_distributions(format: Format | None) -> None:
     """Rows sum to 2**16 up to the token floors and what lies beyond the last step; intervals do not overlap."""
     grid = model.grid_of(format)

@@ -5,6 +5,7 @@ and single settings ``section.field = value``, in that order. The same names ser
 (``--set dq.kappa_up=4``) and in Python.
 """
 
+import json
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from fedfp8.errors import ConfigError
 from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
 
-__all__ = ["METHODS", "Config", "from_dict", "to_dict", "with_method", "with_settings"]
+__all__ = ["METHODS", "Config", "from_dict", "to_dict", "to_toml", "with_method", "with_settings"]
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,24 @@ def with_method(config: Config, method: str) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """The text of a config.toml; the standard library reads TOML and does not write it."""
+    lines, sections = [], []
+    for name, value in to_dict(config).items():
+        if isinstance(value, dict):
+            sections += ["", f"[{name}]", *(f"{key} = {_toml(v)}" for key, v in value.items())]
+        else:
+            lines.append(f"{name} = {_toml(value)}")
+    return "\n".join([*lines, *sections, ""])
+
+
+def _toml(value: str | bool | int | float) -> str:
+    """JSON's strings are TOML's but for DEL; numbers are Python's own."""
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
