@@ -142,7 +142,7 @@ class Pool:
 
     def _map(self, jobs: Iterable[Job]) -> Iterator[Any]:
         if self._inline is not None:
-            yield from map(self._inline, jobs)
+            yield from self._map_here(jobs)
             return
         waiting, todo = deque[tuple[int, Job, int]](), enumerate(jobs)
         running: dict[int, tuple[int, Job, int]] = {}  # worker -> index, job, attempt
@@ -170,6 +170,17 @@ class Pool:
                 self._collect(running, finished, waiting)
             elif not waiting:
                 return
+
+    def _map_here(self, jobs: Iterable[Job]) -> Iterator[Any]:
+        assert self._inline is not None
+        for job in jobs:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                result = self._inline(job)
+            finally:
+                torch.set_num_threads(threads)
+            yield result
 
     def _send(self, worker: int, job: Job) -> None:
         try:

@@ -160,17 +160,11 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         run_config = context.run_config
         chosen = config or config_of(context)
-        folder = open_or_create(out or Path(str(run_config["out"])), chosen)
-        federation = build(chosen)
-        workers = GridWorkers(
-            grid,
-            chosen,
-            federation,
-            folder.store,
-            nodes=nodes or int(run_config["nodes"]),
-            timeout=float(run_config.get("timeout", timeout)),
-        )
-        history = execute(folder, federation, 0, on_round, trainers=workers)
+        where, seconds = nodes or int(run_config["nodes"]), float(run_config.get("timeout", timeout))
+        with open_or_create(out or Path(str(run_config["out"])), chosen) as folder:
+            federation = build(chosen)
+            workers = GridWorkers(grid, chosen, federation, folder.store, nodes=where, timeout=seconds)
+            history = execute(folder, federation, 0, on_round, trainers=workers)
         if results is not None:
             results.append(history)
 
@@ -183,5 +177,6 @@ def open_or_create(path: Path, config: Config) -> RunFolder:
         return RunFolder.create(path, config)
     folder = RunFolder.open(path)
     if folder.config != config:
+        folder.close()
         raise RunError(f"{path} holds a run of another config; choose another --out, or delete it")
     return folder

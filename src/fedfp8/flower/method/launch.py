@@ -55,7 +55,7 @@ def run(
     keep_quiet()
     folder = Path(out)
     if overwrite and (folder / "config.toml").exists():
-        RunFolder.create(folder, config, overwrite=True)._lock.close()
+        RunFolder.create(folder, config, overwrite=True).close()
     if engine == "deploy":
         _deploy(config, folder, nodes or 2, timeout, on_round)
         return
