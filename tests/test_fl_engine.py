@@ -15,6 +15,8 @@ import fedfp8
 from fedfp8.errors import RunError
 from fedfp8.fl import resume
 from fedfp8.fl.checkpoint import RunFolder
+from fedfp8.fl.federation import from_tensors
+from fedfp8.fl.local import local_update
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.simulate import run_round
 from fedfp8.wire import header
@@ -36,15 +38,34 @@ def test_history_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert (tmp_path / "0/config.toml").read_bytes() == (tmp_path / "2/config.toml").read_bytes()
 
 
+class Single(torch.nn.Linear):
+    """A layer that works with one thread only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.get_num_threads() != 1:
+            raise RuntimeError(f"{torch.get_num_threads()} threads")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_and_evaluation_take_one_thread_wherever_they_happen(workers: int, tmp_path: Path) -> None:
+    """Then float sums, and all that follows from them, do not depend on the number of cores. The caller's stays."""
+    torch.set_num_threads(3)
+    config = tiny("fp32", 1, clients__fraction=1.0)
+    history = fedfp8.run(config, model=Single(5, 3), clients=own_data(), test=own_data(1)[0], workers=workers)
+    assert history.rounds[-1]["rejected"] == [] and torch.get_num_threads() == 3
+    local_update(Single(5, 3), from_tensors(config, Single(5, 3), own_data(), own_data(1)[0]), 0, config.local, 0.1,
+                 torch.Generator())  # fmt: skip
+    assert torch.get_num_threads() == 3
+
+
 @pytest.mark.parametrize("threads", [2, 4])
 def test_history_does_not_depend_on_the_number_of_threads(threads: int) -> None:
-    """Every engine trains and evaluates with one thread, also in the caller's process, whose own number stays."""
-    config = tiny("uq", 2, local__batch_size=40)  # a batch that torch would split
+    config = tiny("uq", 2, local__batch_size=40)
     torch.set_num_threads(1)
     alone = fedfp8.run(config)
     torch.set_num_threads(threads)
     assert comparable(fedfp8.run(config).rounds) == comparable(alone.rounds)
-    assert torch.get_num_threads() == threads
 
 
 def test_history_follows_from_the_seed() -> None:
