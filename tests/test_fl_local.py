@@ -199,7 +199,8 @@ def test_mixed_formats_in_one_run(tmp_path: Path) -> None:
     rest = sum(4 * s.size for s in server.state.layout if s.kind != "fp8")
     for sizes in ([len(p) for p in workers.down], [len(p) for p in workers.up]):
         assert sizes[0] == 4 * weights + rest + 30  # header and checksum
-        assert all(0 < size - weights - rest <= 30 + 4 * len(server.state.layout) for size in sizes[1:])  # modes, lengths
+        most = 30 + 4 * len(server.state.layout)  # and modes and lengths
+        assert all(0 < size - weights - rest <= most for size in sizes[1:])
     layouts = [header(p).layout_fingerprint for p in workers.up]
     assert len(set(layouts[1:])) == 3 and layouts[3] == layouts[4] == layouts[5]
     betas = [n for n in after.state if n.endswith("beta")]
