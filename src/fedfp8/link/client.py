@@ -16,7 +16,7 @@ import torch
 from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
 from fedfp8.link.store import read_state, write_state
-from fedfp8.link.wire import Orders, steps_of
+from fedfp8.link.wire import Orders, steps_of, unlike
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import QuantState, State, coded_kinds, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
@@ -24,7 +24,6 @@ from fedfp8.wire.container import checked_body
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 
-UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 ALWAYS, BELIEVED = (
     1 << 28,
     64,
@@ -66,23 +65,13 @@ def quantize_reply(local: State, received: State, orders: Orders) -> tuple[Quant
     coded = [spec.name for spec in local.layout if spec.kind in coded_kinds("dithered")]
     change = {name: local[name] - received[name] for name in coded}
     moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
-    is_change = not _unlike(local, moved, coded)
+    is_change = not unlike(local, moved)
     state = moved if is_change else local
     q = quantize_state(
         state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
         step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
     )  # fmt: skip
     return q, None
-
-
-def _unlike(local: State, moved: State, coded: list[str]) -> bool:
-    """Whether a reply is no model but something smaller under its names (a difference, gradients): that is sent as it is.
-
-    A trained model is near the one it came from; a difference is as far from it as the model is large.
-    """
-    weights = sum(local[name].numel() for name in coded)
-    unlike = sum(local[name].numel() for name in coded if moved.rms(name) > UNLIKE * local.rms(name) > 0.0)
-    return 2 * unlike > weights
 
 
 class ClientLink:
