@@ -162,8 +162,9 @@ class FP8Grid(Grid):
                 sent = {k + again: Sent(k, client, r, self._arrays(r, views)) for k, r in records.items()}
                 found.append((node, sent))
                 self._announced[node].append(sent)
-            for name in dict.fromkeys(name for _, sent in found for name in sent):
-                self._open_links([sent[name] for _, sent in found if name in sent], apart)
+            every = [sent for _, models in found for sent in models.values()]
+            for key in dict.fromkeys(sent.key for sent in every):
+                self._open_links([sent for sent in every if sent.key == key], apart)
             self.traffic.open(phase)
 
     def _arrays(self, record: ArrayRecord, views: dict[int, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -186,6 +187,9 @@ class FP8Grid(Grid):
         for sent in worth:
             same = [g for g in groups if not apart and _equal(g[0].record, sent.record)]
             (same[0] if same else groups.append([]) or groups[-1]).append(sent)  # type: ignore[func-returns-value]
+        if not apart:
+            for link in (link for (key, _), link in self.links.items() if key == models[0].key):
+                link.close()
         for number, group in enumerate(groups):
             alone = len(groups) == 1 and not apart
             where = "" if alone else str(group[0].client) if len(group) == 1 else f"group {number}"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, Message
-from flwr.supercore.differential_privacy import compute_clip_model_update
 
 from fedfp8.errors import ConfigError, WireFormatError
 from fedfp8.flower.blob import numpy_view, short
@@ -88,13 +88,20 @@ class Inner:
 
     def odd_ones(self, replies: list[Message], train: bool) -> list[Message]:
         """Replies unlike most: where Flower's own code aggregates, one of them would end the run."""
-        aggregate = getattr(type(self.last), "aggregate_train", None)
-        if aggregate is None or not aggregate.__module__.startswith("flwr."):
+        if not _aggregated_by_flower(self.last):
             return []
         shapes = [(reply, _shape(reply, train)) for reply in replies if reply.has_content()]
         counts = Counter(shape for _, shape in shapes)
         usual = max(counts, key=lambda shape: (counts[shape], len(str(shape))), default=None)
         return [reply for reply, shape in shapes if shape != usual]
+
+
+def _aggregated_by_flower(strategy: Any) -> bool:
+    """Whether Flower's own code aggregates, be it that the strategy's calls it."""
+    aggregate = getattr(type(strategy), "aggregate_train", None)
+    if aggregate is None or aggregate.__module__.startswith("flwr."):
+        return aggregate is not None
+    return "FedAvg" in _flower_names(strategy) and {"super", "aggregate_train"} <= set(aggregate.__code__.co_names)
 
 
 def _shape(reply: Message, train: bool) -> tuple[Any, ...]:
@@ -104,10 +111,14 @@ def _shape(reply: Message, train: bool) -> tuple[Any, ...]:
 
 
 def _clipped(record: ArrayRecord, model: dict[str, Any], bound: float) -> ArrayRecord:
-    """Coding adds noise to an update that a client had clipped: clip it again, as Flower would."""
-    arrays = [numpy_view(name, array).copy() for name, array in record.items()]
-    compute_clip_model_update(arrays, [model[name] for name in record], bound)
-    return ArrayRecord({name: Array(array) for name, array in zip(record, arrays, strict=True)})
+    """Coding adds noise to an update that a client had clipped: clip it again, all float arrays as one vector."""
+    floats = [name for name, array in model.items() if array.dtype.kind == "f"]  # counters are not clipped
+    moved = {name: numpy_view(name, record[name]).astype(np.float64) - model[name] for name in floats}
+    norm = math.sqrt(sum(float(np.vdot(change, change)) for change in moved.values()))
+    if norm <= bound:
+        return record
+    new = {name: (model[name] + change * (bound / norm)).astype(model[name].dtype) for name, change in moved.items()}
+    return ArrayRecord({name: Array(np.asarray(new[name])) if name in new else a for name, a in record.items()})
 
 
 def _chain(strategy: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Phase", "Traffic", "megabytes"]
+__all__ = ["Phase", "Traffic"]
 
 
 @dataclass
@@ -20,8 +20,8 @@ class Phase:
     plain_up: int = 0
 
     def __str__(self) -> str:
-        sizes = f"{megabytes(self.down)} down, {megabytes(self.up)} up"
-        plain = f"{megabytes(self.plain_down)} and {megabytes(self.plain_up)}"
+        sizes = f"{size_text(self.down)} down, {size_text(self.up)} up"
+        plain = f"{size_text(self.plain_down)} and {size_text(self.plain_up)}"
         again = f", {self.resent} of them again and whole" if self.resent else ""
         return f"round {self.round} {self.phase}: {self.messages} messages{again}; {sizes} instead of {plain}"
 
@@ -52,8 +52,11 @@ class Traffic(list[Phase]):
         sent = sum(one.down + one.up for one in self)
         plain = sum(one.plain_down + one.plain_up for one in self)
         times = f" ({plain / sent:.1f} times less)" if sent else ""
-        return f"{megabytes(sent)} instead of {megabytes(plain)}{times}"
+        return f"{size_text(sent)} instead of {size_text(plain)}{times}"
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:.{0 if count >= 1e8 else 1 if count >= 1e7 else 2 if count >= 1e5 else 3}f} MB"
+def size_text(size: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.{2 if size < 10 * unit else 1 if size < 100 * unit else 0}f} {name}"
+    return f"{size:.0f} B"
