@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from fedfp8.fl.links import downlink, quantize_down
 
 from fedfp8 import E4M3, Format, quantize, wire
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.federation import build
-from fedfp8.fl.links import downlink, quantize_down
 from fedfp8.fl.local import learning_rate, local_update
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state

@@ -15,7 +15,7 @@ ORDER = [
     {"fp8"},
     {"model"},
     {"nn", "wire", "data", "models"},
-    {"packing"},
+    {"packing", "link"},
     {"fl"},
     {"flower", "paper"},
     {"bench"},

@@ -11,6 +11,7 @@ from typing import Any
 from fedfp8.errors import ConfigError
 from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
+from fedfp8.model.rounding import ROUNDINGS
 
 __all__ = ["METHODS", "Config", "from_dict", "to_dict", "with_method", "with_settings"]
 
@@ -109,7 +110,7 @@ class LinkConfig:
     format: str = ""  # of the FP8 codes; empty: qat.format
 
     def __post_init__(self) -> None:
-        choice("link rounding", self.rounding, "none", "nearest", "stochastic", "dithered")
+        choice("link rounding", self.rounding, *ROUNDINGS)
         if self.format:
             _check_format("link format", self.format)
 
@@ -189,8 +190,8 @@ class Config:
     round: RoundConfig = field(default_factory=RoundConfig)
 
     def __post_init__(self) -> None:
-        coded = {link.rounding for link in (self.up, self.down)} & {"nearest", "stochastic"}
-        if self.server.optimize and self.down.rounding not in ("nearest", "stochastic"):
+        coded = any(ROUNDINGS[link.rounding].has_ranges for link in (self.up, self.down))
+        if self.server.optimize and not ROUNDINGS[self.down.rounding].has_ranges:
             raise ConfigError(
                 f"server.optimize=true and down.rounding={self.down.rounding!r} contradict each other: ServerOptimize "
                 "fits the FP8 model that is sent down; use down.rounding='stochastic' or server.optimize=false"
@@ -202,7 +203,7 @@ class Config:
                 "with; use rounding 'none' or 'dithered' on both links, or qat.rounding='nearest'"
             )
         for name, link in (("up", self.up), ("down", self.down)):
-            if link.format and link.rounding not in ("nearest", "stochastic"):
+            if link.format and not ROUNDINGS[link.rounding].has_ranges:
                 raise ConfigError(
                     f"{name}.format={link.format!r} and {name}.rounding={link.rounding!r} contradict each other: only "
                     "'nearest' and 'stochastic' send FP8 codes"

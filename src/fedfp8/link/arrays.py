@@ -46,18 +46,12 @@ def torch_of(name: str, array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).view(np.int16)).view(torch.bfloat16)
     try:
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(
-                values if values.flags.writeable and _plain(values) else np.array(values, order="C")
-            )
+        plain = values.flags.writeable and all(stride >= 0 for stride in values.strides)
+        return torch.from_numpy(values if plain else np.array(values, order="C"))
     except (TypeError, ValueError):
         raise QuantizationError(
             f"array {name!r} is {values.dtype}; numbers of at most 8 bytes can be sent: convert it, or leave it out"
         ) from None
-
-
-def _plain(values: np.ndarray) -> bool:
-    return all(stride >= 0 for stride in values.strides)
 
 
 def is_coded(name: str, tensor: torch.Tensor, coded: tuple[str, ...] = ()) -> bool:
@@ -74,9 +68,10 @@ def is_coded(name: str, tensor: torch.Tensor, coded: tuple[str, ...] = ()) -> bo
 def state_of_arrays(
     arrays: Arrays, format: Format | None, coded: tuple[str, ...] = (), ranges: Mapping[str, float] | None = None
 ) -> State:
-    """The State of a program's tensors. format: of FP8 codes; None: coded tensors are plain floats (dither needs no range).
+    """The State of a program's tensors.
 
-    ranges: for coded tensors, instead of what max|w| would give.
+    format: of FP8 codes; None: coded tensors are plain floats, since dither needs no range. ranges: for coded tensors,
+    instead of what max|w| would give.
     """
     specs: list[TensorSpec] = []
     values: list[torch.Tensor] = []

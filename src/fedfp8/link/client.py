@@ -18,7 +18,8 @@ from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, to
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Orders, steps_of, unlike
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State, coded_kinds, dequantize_state, quantize_state
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
 from fedfp8.wire.container import checked_body
 
@@ -60,9 +61,10 @@ def write_reply(local: State, received: State, orders: Orders, *, whole: bool = 
 
 def quantize_reply(local: State, received: State, orders: Orders) -> tuple[QuantState, State | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
-    if orders.up != "dithered":
+    rule = ROUNDINGS[orders.up]
+    if not rule.has_steps:
         return quantize_state(local, seed=orders.seed, rounding=orders.up), received
-    coded = [spec.name for spec in local.layout if spec.kind in coded_kinds("dithered")]
+    coded = [spec.name for spec in local.layout if spec.kind in rule.kinds]
     change = {name: local[name] - received[name] for name in coded}
     moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
     is_change = not unlike(local, moved)
@@ -146,7 +148,7 @@ class ClientLink:
                 raise QuantizationError(f"tensor {name!r} was not received; a reply holds tensors of the model only")
             if tensor.shape != was.shape:
                 raise QuantizationError(
-                    f"tensor {name!r} is {tuple(tensor.shape)} and was received as {tuple(was.shape)}; send it as it came"
+                    f"tensor {name!r} is {tuple(tensor.shape)} and was received as {tuple(was.shape)}; shapes must stay"
                 )
             cast = tensor.to(was.dtype)
             floats = tensor.is_floating_point() and was.is_floating_point()

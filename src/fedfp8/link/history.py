@@ -32,14 +32,13 @@ class Entry:
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    dithered = wire.down == "dithered"
     return quantize_state(
         state,
         seed=wire.seed_down(root, entry.number),
         rounding=wire.down,
         step=steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
-        place=place if dithered else 0,
-        strata=entry.strata if dithered else 1,
+        place=place if wire.has_places else 0,
+        strata=entry.strata if wire.has_places else 1,
     )
 
 
@@ -81,7 +80,7 @@ class History:
     def sent(self, number: int, wire: Wire, place: int) -> State:
         """What a client at `place` decoded in the round of model `number`."""
         with self._lock:
-            key = number, wire, place if wire.down == "dithered" else 0
+            key = number, wire, place if wire.has_places else 0
             if key not in self._sent:
                 message = quantize_down(self.model(number), self.entries[number], wire, place, self.root)
                 while len(self._sent) >= 2:

@@ -116,8 +116,8 @@ class Round:
 
     def _encoded(self, client: Client, held: tuple[int, int] | None, start: bool) -> bytes:
         wire, place = self.wires[client], self.places[client]
-        given = held if held is None or wire.down == "dithered" else (held[0], 0)
-        key = wire, place if wire.down == "dithered" else 0, given, start
+        given = held if held is None or wire.has_places else (held[0], 0)
+        key = wire, place if wire.has_places else 0, given, start
         if key in self._payloads:
             return self._payloads[key]
         if self._message is None or self._message[0] != key[:2]:
@@ -129,7 +129,7 @@ class Round:
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
         known = held is not None or start or self.link.layout_known
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
-        if held is None or wire.down != "dithered":  # others will ask for the same
+        if held is None or not wire.has_places:  # others will ask for the same
             self._payloads[key] = payload
         return payload
 
@@ -231,7 +231,7 @@ class ServerLink:
             return round.orders(client).to_bytes() + round.payload(client)
 
     def close(self) -> None:
-        """Remember who received the model of the open round. A client that did not answer may hold the new or the old."""
+        """Remember who received the open round's model. A client that did not answer may hold that or an older one."""
         with self._lock:
             if self.round is None:
                 return
@@ -338,13 +338,11 @@ class ServerLink:
         self.held = {client: (number, place) for client, number, place in meta["held"]}
         self.losses = dict(map(tuple, meta["losses"]))
         self.without_start = set(meta["without_start"])
-        self.history.entries = {
-            n: Entry(n, bytes.fromhex(f), cohort, strata) for n, f, cohort, strata in meta["entries"]
-        }
+        self.history.entries = {n: Entry(n, bytes.fromhex(f), size, strata) for n, f, size, strata in meta["entries"]}
         self.frame = None if meta["frame"] is None else Frame.from_json(meta["frame"])
         self.round = None
         if open := meta["round"]:
-            places = {client: place for client, place in open["places"]}
+            places = dict(open["places"])
             wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in places}
             self.round = Round(self, self.history.entries[open["number"]], self.opened, wires, places)
             self.round.confirmed = set(open["confirmed"])
@@ -374,9 +372,7 @@ class ServerLink:
                     self.history.add(number, model, 1, 1)
                 self.load_meta(meta)
             except (KeyError, ValueError, TypeError) as error:
-                raise RunError(
-                    f"this is not the state of a ServerLink: {error}; give what state_dict returned"
-                ) from None
+                raise RunError(f"not the state of a ServerLink: {error}; give what state_dict returned") from None
 
 
 def _part_of(layout: Layout, whole: Layout) -> Layout:
