@@ -25,8 +25,9 @@ from fedfp8.model.rounding import ROUNDINGS, rounding_of
 from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
 
-__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "wire_named"]
+__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
 
+UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
 KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 7  # cohorts from which on a client's steps are the full ones
 
@@ -134,6 +135,16 @@ def _step(state: State, spec: TensorSpec, kappa: float) -> float:
     # At most 2**19 steps to the largest value, and no step below the smallest there is: an error that harms no model.
     low, high = state[spec.name].aminmax()
     return max(kappa * state.rms(spec.name), max(-float(low), float(high)) / 2**19, STEP_MIN)
+
+
+def unlike(reply: State, change: State) -> bool:
+    """Whether a reply is no model but something smaller under its names (a difference, gradients).
+
+    A trained model is near the one it came from; a difference is as far from it as the model is large.
+    """
+    coded = [spec for spec in reply.layout if spec.kind in ("fp8", "float")]
+    strange = [s for s in coded if change.rms(s.name) > UNLIKE * reply.rms(s.name) > 0.0]
+    return 2 * sum(spec.size for spec in strange) > sum(spec.size for spec in coded)
 
 
 # What the server tells a client: in front of the model, so that a client needs no settings of its own
