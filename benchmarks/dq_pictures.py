@@ -19,7 +19,7 @@ import torch
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from fedfp8 import dither, inspect, undither
+from fedfp8 import Wire, dither, inspect, undither
 from fedfp8.fl import preset
 from fedfp8.fl.client import Reply, Task
 from fedfp8.fl.federation import build
@@ -37,7 +37,7 @@ def error_of_mean(cohort: int, kind: str) -> float:
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1)) * 3
     mean = torch.zeros(x.numel(), dtype=torch.float64)
     for client in range(cohort):
-        strata = min(cohort, 16) if kind == "places" else 1
+        strata = Wire().places(cohort) if kind == "places" else 1
         draw = {"seed": client if kind == "independent" else 0, "place": client % strata, "strata": strata}
         mean += undither(dither(x, STEP, **draw), STEP, **draw).double() / cohort
     return float((mean - x).square().mean().sqrt())
