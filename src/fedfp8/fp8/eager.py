@@ -5,6 +5,7 @@ Every function takes a flat float32 tensor on any device. Each line is one IEEE 
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedfp8.fp8.grid import Grid
@@ -15,7 +16,7 @@ __all__ = ["centred", "dice", "dither", "from_codes", "quantize", "squared_error
 
 def _number(x: Any) -> Any:
     """A numpy number as Python's; a tensor (`anydevice`) as it is."""
-    return x if isinstance(x, torch.Tensor) else x.item()
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def _wrap(x: torch.Tensor) -> torch.Tensor:
@@ -23,11 +24,14 @@ def _wrap(x: torch.Tensor) -> torch.Tensor:
 
 
 def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
-    """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits."""
+    """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits.
+
+    A third key is the turn of `dither`.
+    """
     h = _wrap(torch.arange(n, dtype=torch.int64, device=device) * WEYL + _number(keys[0]))
     h = _wrap((h ^ (h >> 16)) * 0x7FEB352D)
     h = _wrap((h ^ (h >> 15) ^ _number(keys[1])) * 0x846CA68B)
-    return h.to(torch.int32)
+    return _wrap(h + sum(_number(turn) for turn in keys[2:])).to(torch.int32)
 
 
 def dice(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
