@@ -35,8 +35,8 @@ class Mix:
 
     @property
     def rms(self) -> float:
-        """About: exact for references that differ by a factor, and they are nearly the same model."""
-        return abs(sum(c * r.rms for c, r in zip(self.coefficients, self.references, strict=True)))
+        """About: exact for references that differ by a factor, and they are nearly the same. Cut within float32."""
+        return min(abs(sum(c * r.rms for c, r in zip(self.coefficients, self.references, strict=True))), 2.0**126)
 
     def piece(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         first, second, *third = [r.values[start:stop] for r in self.references]

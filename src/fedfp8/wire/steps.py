@@ -166,7 +166,9 @@ def _tokens(
 class Fit:
     """How a tensor would be coded given a reference, and what that would cost on the sample, in 1/256 bits.
 
-    The coefficients of a mix count for as much of their bytes as the sample is of the tensor.
+    A coefficient of a mix counts for as much of its 32 bits as the sample is of the tensor, and for 6 bits (half the
+    logarithm of the sample's size) since coefficients fit their sample better than the rest: by more than 12 bits, for
+    two references that help nothing, one time in 4,000.
     """
 
     predictor: Predictor
@@ -197,7 +199,7 @@ def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | Mix | None") ->
     cost, model = _cheapest(plan.format, counts, shift)
     cost += 256 * extra.count
     if isinstance(reference, Mix):
-        cost += 256 * 8 * len(reference.to_bytes()) * int(counts.sum()) // plan.size
+        cost += 256 * len(reference.coefficients) * (6 + 32 * int(counts.sum()) // plan.size)
     return Fit(predictor, model, cost)
 
 
