@@ -74,7 +74,7 @@ def test_weight_decay_leaves_ranges_alone() -> None:
     """With no data to learn from (all inputs 0, uniform labels) only decay moves anything."""
     config = tiny("uq", local__weight_decay=0.5)
     federation = federation_of(config)
-    federation.train_x.zero_()
+    federation.clients[0].data[0].zero_()
     model = federation.network(config)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     local = LocalConfig(weight_decay=0.5, epochs=0, steps=1, batch_size=12)
@@ -107,7 +107,7 @@ def test_a_client_leaves_nothing_behind_for_the_next(settings: dict, tmp_path: P
     alone = Client(config, federation, store).train(Task(1, 1, payload))
     busy = Client(config, federation, store)
     busy.train(Task(1, 0, payload))
-    federation.train_x[federation.parts[2]] = float("nan")
+    federation.clients[2].data[0][federation.clients[2].rows] = float("nan")
     with pytest.raises(fedfp8.errors.QuantizationError):
         busy.train(Task(1, 2, payload))
     assert busy.train(Task(1, 1, payload)).payload == alone.payload

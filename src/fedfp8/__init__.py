@@ -41,6 +41,8 @@ _LAZY = dict.fromkeys(_NUMERICS, "fedfp8.fp8") | {
     "unpack": "fedfp8.packing",
     "inspect": "fedfp8.wire",
     "run": "fedfp8.fl",
+    "Metric": "fedfp8.fl",
+    "Task": "fedfp8.fl",
     "flower": "fedfp8.flower",
 }
 __all__ = [
@@ -48,6 +50,8 @@ __all__ = [
     "E4M3",
     "E5M2",
     "Format",
+    "Metric",
+    "Task",
     "dither",
     "fake_quantize",
     "from_codes",

@@ -168,6 +168,8 @@ class RoundConfig:
 @dataclass(frozen=True)
 class Config:
     preset: str = "digits"
+    name: str = ""  # what tables and plots call it; empty: the preset
+    task: str = ""  # "package.module:function" that makes model, clients and test set, for preset "own"
     method: str = "uq"
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)

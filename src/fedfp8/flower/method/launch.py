@@ -59,7 +59,7 @@ def run(
     if engine == "deploy":
         _deploy(config, folder, nodes or 2, timeout, on_round)
         return
-    clients = len(build(config).parts)
+    clients = len(build(config).clients)
     if engine == "ray" and nodes not in (0, clients):
         raise ConfigError(f"--nodes {nodes} with engine ray, which runs one node a client ({clients}); leave it out")
     server = server_app(config, folder, nodes=nodes or clients, timeout=timeout, on_round=on_round)
