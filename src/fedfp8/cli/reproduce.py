@@ -190,8 +190,8 @@ def report(
     from fedfp8.paper.paper_tables import paper_runs, update_docs
     from fedfp8.paper.report import export_records, write_report
 
-    path = write_report(folder)
-    typer.echo(f"written: {path}")
+    written = write_report(folder)
+    typer.echo(f"{written.headline}\nwritten: {written.path}")
     if keep is not None:
         typer.echo(f"copied {len(export_records(folder, keep))} files to {keep}")
     if docs is not None:
