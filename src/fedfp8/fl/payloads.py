@@ -6,7 +6,7 @@ bits per weight of every tensor, each way, as a mean over the messages of the la
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,37 @@ from fedfp8.fl.store import write_atomic
 from fedfp8.model.layout import Layout
 from fedfp8.wire import inspect
 
-__all__ = ["Keeper", "write_tensors"]
+__all__ = ["keep_payloads", "write_tensors"]
 
 
 class Keeper:
-    """Workers whose messages of the given rounds are kept in a folder."""
+    """Workers whose messages of one round are kept in a folder."""
 
-    def __init__(self, workers: Workers, folder: Path, rounds: Collection[int]) -> None:
-        self.workers, self.folder, self.rounds, self.notes = workers, folder, rounds, workers.notes
+    def __init__(self, workers: Workers, folder: Path, round: int) -> None:
+        self.workers, self.folder, self.round, self.notes = workers, folder, round, workers.notes
+        self._kept = False  # whether the round now running is the one
 
     def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        kept: list[int] = []  # the round, once a task has said so
-        for reply in self.workers.train(self._down(tasks, kept)):
-            if kept and reply.payload:
-                write_atomic(self._path(kept[0], "up", reply.client), reply.payload)
+        for reply in self.workers.train(map(self._down, tasks)):
+            if self._kept and reply.payload:
+                write_atomic(self._path("up", reply.client), reply.payload)
             yield reply
 
-    def _down(self, tasks: Iterator[Task], kept: list[int]) -> Iterator[Task]:
-        for task in tasks:
-            if task.round in self.rounds:
-                kept[:] = [task.round]
-                path = self._path(task.round, "down", task.client)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, task.payload)
-            yield task
+    def _down(self, task: Task) -> Task:
+        self._kept = task.round == self.round
+        if self._kept:
+            path = self._path("down", task.client)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, task.payload)
+        return task
 
-    def _path(self, round: int, way: str, client: int) -> Path:
-        return self.folder / f"round-{round}" / f"{way}-client{client}.bin"
+    def _path(self, way: str, client: int) -> Path:
+        return self.folder / f"round-{self.round}" / f"{way}-client{client}.bin"
+
+
+def keep_payloads(workers: Workers, run: Path, round: int) -> Workers:
+    """`workers`, with the messages of `round` kept in RUN/payloads; 0: as they are."""
+    return Keeper(workers, run / "payloads", round) if round else workers
 
 
 def write_tensors(folder: Path, layout: Layout) -> None:

@@ -20,6 +20,7 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32, Examples, Federation, build, from_tensors
 from fedfp8.fl.links import downlink, quantize_down
+from fedfp8.fl.payloads import keep_payloads, write_tensors
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.simulate import Record, Workers, run_round
 from fedfp8.fl.store import write_atomic, write_state
@@ -118,10 +119,11 @@ def execute(
             server = Server(0, initial)
             line = _line(folder, config, pool, server, Record(0, [], notes=notes), 0, time.perf_counter())
             _commit(folder, server, line, on_round)
+        clients = keep_payloads(trainers or pool, folder.path, config.round.keep_payloads)
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
             begin = time.perf_counter()
-            server, record = run_round(server, config, federation, trainers or pool, folder.store)
+            server, record = run_round(server, config, federation, clients, folder.store)
             for news in (pool.notes, [] if trainers is None else trainers.notes):
                 record.notes += news
                 news.clear()
@@ -158,6 +160,7 @@ def _finish(folder: RunFolder, config: Config, server: Server) -> History:
     history = folder.history()
     summary = summarize(history, config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
+    write_tensors(folder.path / "payloads", server.state.layout)
     return History(history, summary.values, server.state, folder.path)
 
 

@@ -18,7 +18,7 @@ from fedfp8.paper.compare import Comparison, base_of, curves_of, ordered
 from fedfp8.paper.paper import deviations
 from fedfp8.paper.paper_tables import machine_of
 from fedfp8.paper.plots import name_of, styles_of
-from fedfp8.paper.records import RunRecord, Variant, gain_between, settings_text, value_of
+from fedfp8.paper.records import RunRecord, Variant, gain_between, sent_value_of, settings_text, value_of
 from fedfp8.paper.tables import NONE, Table, duration_text, size_text, spread_text
 
 __all__ = ["Section", "cell_section", "image", "note", "page", "sentence"]
@@ -256,7 +256,7 @@ def _rounds(run: RunRecord) -> Table:
         [
             str(line["round"]),
             f"{metric.scale * (value_of(line) or 0.0):.4g}",
-            f"{metric.scale * line['accuracy_sent']:.4g}" if "accuracy_sent" in line else NONE,
+            NONE if (sent := sent_value_of(line)) is None else f"{metric.scale * sent:.4g}",
             f"{line['loss']:.4f}" if line.get("loss") is not None else NONE,
             size_text(line["bytes_total"]),
             str(len(line["clients"])),

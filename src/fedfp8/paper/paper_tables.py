@@ -49,7 +49,8 @@ def paper_table(table: PaperTable, groups: Groups) -> Table:
         rows = compare(runs)
         further = [row.method for row in rows if row.method not in table.methods] if table.name == "table1" else []
         for method in dict.fromkeys([*table.methods, *further]):
-            paper, chosen = table.numbers[cell].get(method), [row for row in rows if row.method == method]
+            paper = table.numbers[cell].get(method)
+            chosen: list[Row | None] = [row for row in rows if row.method == method]
             body += [_line(cell, method, paper, row) for row in chosen or [None]]
         smoke += [f"{cell} {row.label} ({_smoke(row)})" for row in rows if not row.learned]
         departures += _departures(cell, runs)

@@ -122,6 +122,12 @@ def value_of(line: Mapping[str, Any]) -> float | None:
     return None if found is None else float(found)
 
 
+def sent_value_of(line: Mapping[str, Any]) -> float | None:
+    """The same of the quantized model that is sent next."""
+    found = line["metric"].get("sent") if line.get("metric") else line.get("accuracy_sent")
+    return None if found is None else float(found)
+
+
 def points_of(history: History, totals: Sequence[int] | None = None) -> list[Point]:
     """The evaluated rounds of a history, without round 0; `totals` replaces its cumulative bytes, line by line."""
     sums = totals or [int(line["bytes_total"]) for line in history]
@@ -158,7 +164,8 @@ class RunRecord:
 
     @property
     def cell(self) -> str:
-        return str(self.config["preset"])
+        """What the runs of a comparison have in common: the name given to an own task, else the preset."""
+        return str(self.config.get("name") or self.config["preset"])
 
     @property
     def method(self) -> str:
@@ -187,21 +194,21 @@ class RunRecord:
                 flat |= {f"{name}.{key}": value for key, value in content.items()}
             else:
                 flat[name] = content
-        free = {"preset", "method", "name", "seed", "data.dir"}
+        free = {"preset", "method", "name", "seed", "data.dir", "round.keep_payloads"}
         if flat.get("local.schedule") == "constant":
             free.add("round.count")
         return {key: value for key, value in flat.items() if key not in free}
 
     @cached_property
     def metric(self) -> Metric:
-        found = next((line["metric"] for line in self.history if line.get("metric")), {})
+        found: dict[str, Any] = next((line["metric"] for line in self.history if line.get("metric")), {})
         return Metric(str(found.get("name", "accuracy")), bool(found.get("higher_is_better", True)))
 
     @property
     def chance(self) -> float:
         """The accuracy a run must be above to have learned; 0 where classes and test examples are not known."""
         data = self.config.get("data", {})
-        if not self.metric.percent or data.get("name") not in TEST_SETS:
+        if not self.metric.percent or self.config["preset"] == "own" or data.get("name") not in TEST_SETS:
             return 0.0
         classes, examples = TEST_SETS[data["name"]]
         p, n = 1 / classes, data.get("test_limit") or examples
@@ -259,8 +266,8 @@ class RunRecord:
     @property
     def accuracy_sent(self) -> float | None:
         """The same for the quantized model that is actually sent, where that was evaluated."""
-        found = [line["accuracy_sent"] for line in self.history if line["round"] > 0 and "accuracy_sent" in line]
-        return float(found[-1]) if found else None
+        found = [value for line in self.history if line["round"] > 0 and (value := sent_value_of(line)) is not None]
+        return found[-1] if found else None
 
     @property
     def bytes_down(self) -> int:
