@@ -21,7 +21,7 @@ from fedfp8.errors import ConfigError, Fedfp8Error, RunError
 from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.examples import Batch, Part, Source, sources, tree_map
 from fedfp8.fl.repeatable import one_thread, seeded
-from fedfp8.fl.task import CLASSIFICATION, OWN, Objective, Task, check_labels, check_loss, load_task, objective_for
+from fedfp8.fl.task import CLASSIFICATION, OWN, Objective, Task, check_labels, check_loss, objective_for, task_of
 from fedfp8.fp8 import Format
 from fedfp8.nn import prepare, set_rounding
 from fedfp8.nn.layers import WeightedLayer
@@ -162,16 +162,6 @@ def build(config: Config) -> Federation:
         transform=OnInputs(transform),
         input_range=transform.input_range,
     )
-
-
-def task_of(config: Config) -> Task:
-    """The task that a config of preset "own" names."""
-    if not config.task:
-        raise ConfigError(
-            f"the preset {OWN!r} has no data of its own: give fedfp8.run or fedfp8.fl.resume model=, clients= and "
-            "test=, or the command line --task package.module:function"
-        )
-    return load_task(config.task)
 
 
 def from_tensors(config: Config, model: nn.Module, clients: Sequence[Any], test: Any) -> Federation:

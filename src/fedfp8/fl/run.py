@@ -22,13 +22,14 @@ from fedfp8.fl.broadcast import Server
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config
 from fedfp8.fl.devices import devices_of
-from fedfp8.fl.federation import FP32, Federation, build, from_task, task_of
+from fedfp8.fl.federation import FP32, Federation, build, from_task
 from fedfp8.fl.links import downlink, quantize_down
+from fedfp8.fl.payloads import keep_payloads, write_tensors
 from fedfp8.fl.pool import Pool, refuse_in_worker
 from fedfp8.fl.simulate import Record, Workers, run_round
 from fedfp8.fl.store import write_atomic, write_state
 from fedfp8.fl.summary import summarize
-from fedfp8.fl.task import OWN, Loss, Metric, Score, Task, own_config
+from fedfp8.fl.task import OWN, Loss, Metric, Score, Task, own_config, task_of
 from fedfp8.model.state import State, dequantize_state
 from fedfp8.nn import state_of
 
@@ -199,10 +200,11 @@ def execute(
             line = _line(folder, config, pool, server, Record(0, [], notes=notes), 0, time.perf_counter())
             _check_start(line)
             _commit(folder, server, line, on_round)
+        clients = keep_payloads(trainers or pool, folder.path, config.round.keep_payloads)
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
             begin = time.perf_counter()
-            server, record = run_round(server, config, federation, trainers or pool, folder.store)
+            server, record = run_round(server, config, federation, clients, folder.store)
             for news in (pool.notes, [] if trainers is None else trainers.notes):
                 record.notes += news
                 news.clear()
@@ -259,6 +261,7 @@ def _finish(folder: RunFolder, federation: Federation, server: Server) -> Histor
     history = folder.history()
     summary = summarize(history, folder.config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
+    write_tensors(folder.path / "payloads", server.state.layout)
     return History(history, summary.values, server.state, folder.path, federation.model)
 
 

@@ -15,7 +15,7 @@ from fedfp8.errors import Fedfp8Error, RunError
 from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.broadcast import Broadcast, Server
 from fedfp8.fl.client import Reply, Task
-from fedfp8.fl.config import Config
+from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.federation import Federation
 from fedfp8.fl.links import downlink, receive_up, uplink
 from fedfp8.fl.server_opt import server_optimize
@@ -86,7 +86,7 @@ def run_round(
 
 def sample(config: Config, eligible: list[int], round: int) -> list[int]:
     """The cohort of a round, in client order."""
-    size = min(max(1, int(config.clients.fraction * len(eligible) + 0.5)), len(eligible))
+    size = cohort_size(config, len(eligible))
     order = torch.randperm(len(eligible), generator=generator(config.seed, "sample", round))
     return sorted(eligible[i] for i in order[:size].tolist())
 

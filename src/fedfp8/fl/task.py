@@ -22,7 +22,7 @@ from fedfp8.fl.config import Config, DataConfig, ModelConfig
 from fedfp8.fl.examples import Batch, batch_size
 from fedfp8.fl.presets import preset
 
-__all__ = ["OWN", "Classification", "Metric", "Objective", "Task", "load_task", "objective_for", "own_config"]
+__all__ = ["OWN", "Metric", "Objective", "Task", "complete", "objective_for", "own_config", "task_of"]
 
 OWN = "own"  # the preset of runs on a user's own task
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
@@ -212,6 +212,21 @@ def own_config(config: Config, task: Task) -> Config:
                 f"{len(task.clients)} clients); leave it out"
             )
     return own
+
+
+def task_of(config: Config) -> Task:
+    """The task that a config of preset "own" names."""
+    if not config.task:
+        raise ConfigError(
+            f"the preset {OWN!r} has no data of its own: give fedfp8.run or fedfp8.fl.resume model=, clients= and "
+            "test=, or the command line --task package.module:function"
+        )
+    return load_task(config.task)
+
+
+def complete(config: Config) -> Config:
+    """`config` as its run will be recorded."""
+    return own_config(config, task_of(config)) if config.preset == OWN else config
 
 
 @lru_cache(maxsize=1)  # the runs of a comparison share it: a run changes nothing of a task
