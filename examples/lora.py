@@ -16,4 +16,4 @@ if __name__ == "__main__":
     model = adapted()
     history = main(rounds=20, model=model)
     total, sent = sum(p.numel() for p in model.parameters()), sum(t.numel() for t in history.state.values())
-    print(f"accuracy {history.accuracy:.1%}; {sent:,} of {total:,} numbers travel, {history.summary['bytes_total']:,} bytes")
+    print(f"accuracy {history.accuracy:.1%} for {history.summary['bytes_total']:,} bytes; {sent:,} of {total:,} travel")

@@ -43,4 +43,4 @@ if __name__ == "__main__":
     history = fedfp8.run(config, **vars(make()))
     print(f"rmse {history.metric:.3f} for {history.summary['bytes_total']:,} bytes")
     model = history.model()  # a plain nn.Sequential again
-    print(f"sin(3 * 0.5) + 0.2^2 = {np.sin(1.5) + 0.04:.2f}, the model says {model(torch.tensor([0.5, 0.2])).item():.2f}")
+    print(f"sin(3 * 0.2) + 0.3^2 = {np.sin(0.6) + 0.09:.2f}; the model: {model(torch.tensor([0.2, -0.3])).item():.2f}")

@@ -18,7 +18,7 @@ def scenes(client: int, count: int, size: int = 24) -> list[Batch]:
     at = torch.arange(size)
     batches = []
     for _ in range(count):
-        row, column, radius = (torch.rand(3, 16, 1, 1, generator=random) * torch.tensor([16, 16, 5]).view(3, 1, 1, 1)) + 4
+        row, column, radius = torch.rand(3, 16, 1, 1, generator=random) * torch.tensor([16, 16, 5]).view(3, 1, 1, 1) + 4
         mask = (at.view(-1, 1) - row) ** 2 + (at - column) ** 2 < radius**2
         image = mask * (1.0 + 0.2 * (client % 4)) + 0.5 * torch.randn(16, size, size, generator=random)
         batches.append({"image": image[:, None], "mask": mask[:, None]})

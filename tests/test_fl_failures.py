@@ -282,5 +282,10 @@ def test_folders_that_cannot_be_resumed(tmp_path: Path) -> None:
 def test_resuming_with_another_model_is_refused(tmp_path: Path) -> None:
     """A run on own data cannot be continued on the data set that its config happens to name."""
     own(own_tiny("uq", 1), own_data(), out=tmp_path)
-    with pytest.raises(RunError, match=r"of another model.*model=\.\.\., clients="):
+    with pytest.raises(RunError, match=r"own model and data, which are not in the folder.*model=\.\.\., clients="):
         resume(tmp_path)
+    rest = {"clients": own_data(), "test": own_data(1, seed=9)[0]}
+    with pytest.raises(RunError, match=r"a run of Touchy with 4 clients; Sequential with 4 was given"):
+        resume(tmp_path, model=nn.Sequential(nn.Linear(5, 3)), **rest)
+    with pytest.raises(RunError, match=r"a run of Touchy with 4 clients; Touchy with 3 was given"):
+        resume(tmp_path, model=Touchy(), clients=own_data(3), test=rest["test"])

@@ -138,24 +138,29 @@ def resume(
     task = _task(model, clients, test, loss=loss, metric=metric, transform=transform, skip=skip)
     devices = devices_of(device)
     with RunFolder.open(Path(out)) as folder:
-        recorded = folder.config
-        if (recorded.preset == OWN) != (task is not None or bool(recorded.task)):
-            raise RunError(
-                f"{folder.path} is a run of the preset {recorded.preset!r}: "
-                + (
-                    "its model and data are not in the folder; resume it with fedfp8.fl.resume(out, model=..., "
-                    "clients=..., test=..., and loss, metric, ... as it was started)"
-                    if recorded.preset == OWN
-                    else "resume it without model, clients and test"
-                )
-            )
-        config, federation = _federation(recorded, task)
-        if config != recorded:
-            raise RunError(
-                f"{folder.path} is a run of {recorded.model.name} with {recorded.clients.count} clients; "
-                f"{config.model.name} with {config.clients.count} was given to resume it"
-            )
-        return execute(folder, federation, workers, on_round, devices=devices)
+        return execute(folder, _same_federation(folder, task), workers, on_round, devices=devices)
+
+
+def _same_federation(folder: RunFolder, task: Task | None) -> Federation:
+    """The federation of a run that is in `folder`; refused if what is given is not what it was begun with."""
+    config = folder.config
+    if config.preset != OWN:
+        if task is not None:
+            raise RunError(f"{folder.path} is a run of the preset {config.preset!r}; resume it without model and data")
+        return build(config)
+    if task is None and not config.task:
+        raise RunError(
+            f"{folder.path} is a run on the caller's own model and data, which are not in the folder; resume it with "
+            "fedfp8.fl.resume(out, model=..., clients=..., test=..., and loss, metric, ... as it was begun)"
+        )
+    task = task or task_of(config)
+    given, known = (type(task.model).__name__, len(task.clients)), (config.model.name, config.clients.count)
+    if given != known:
+        raise RunError(
+            f"{folder.path} is a run of {known[0]} with {known[1]} clients; {given[0]} with {given[1]} was given to "
+            "resume it"
+        )
+    return from_task(config, task)
 
 
 def _task(model: nn.Module | None, clients: Sequence[Any] | None, test: Any, **rest: Any) -> Task | None:
