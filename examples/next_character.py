@@ -44,12 +44,10 @@ class Speaker(nn.Module):
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    tokens, following = batch
-    return cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+    return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
-    """Share of characters foretold, weighted by how many there are."""
     return (model(batch[0]).argmax(-1) == batch[1]).float().mean().item(), batch[1].numel()
 
 

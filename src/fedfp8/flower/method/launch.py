@@ -19,6 +19,7 @@ from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import build
+from fedfp8.fl.task import complete
 from fedfp8.fl.run import OnRound
 from fedfp8.flower.deployment import Deployment
 from fedfp8.flower.environment import keep_quiet
@@ -53,6 +54,7 @@ def run(
     if engine not in ENGINES:
         raise ConfigError(f"engine {engine!r}; choose one of {', '.join(ENGINES)}")
     keep_quiet()
+    config = complete(config)
     folder = Path(out)
     if overwrite and (folder / "config.toml").exists():
         RunFolder.create(folder, config, overwrite=True)._lock.close()
