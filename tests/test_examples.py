@@ -1,4 +1,4 @@
-"""The examples run, learn something, and stay short. Those for packages that may be missing are skipped without them."""
+"""The examples run, learn something, and stay short; those that need a package that is missing are skipped."""
 
 import importlib
 import sys

@@ -49,8 +49,9 @@ def regression(clients: int = 3) -> list[Pair]:
 
 
 def own(config=None, **task: Any) -> fedfp8.fl.History:
-    given = {"model": network(), "clients": own_data(), "test": own_data(1, seed=9)[0]} | task
-    return fedfp8.run(config or own_tiny("uq", 2, **ALL), **given)
+    given = {"clients": own_data(), "test": own_data(1, seed=9)[0]} | task
+    model = given.pop("model", None) or network()
+    return fedfp8.run(config or own_tiny("uq", 2, **ALL), model=model, **given)
 
 
 # Data
@@ -166,7 +167,7 @@ def test_data_that_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             own(clients=[own_data(1)[0], data])
-    with pytest.raises(ConfigError, match="model is a type; give an nn.Module, an instance"):
+    with pytest.raises(ConfigError, match=r"model is a type; give an nn.Module, an instance"):
         own(model=nn.Linear)
 
 
@@ -189,7 +190,7 @@ def test_a_metric_with_a_name_and_a_direction(tmp_path: Path) -> None:
     }
     assert "accuracy" not in line and "accuracy" not in history.summary
     assert history.summary["metric"] == line["metric"] | {"best": min(values)} and history.summary["name"] == "halves"
-    with pytest.raises(RunError, match="reports mae, not accuracy; use history.metric"):
+    with pytest.raises(RunError, match=r"reports mae, not accuracy; use history.metric"):
         _ = history.accuracy
     # Weights and losses add up over the pieces as over the whole
     model = history.model()
@@ -210,10 +211,7 @@ def test_pieces_of_the_test_set_are_weighted() -> None:
     test = own_data(1, examples=23, seed=9)[0]
     history = own(own_tiny("fp32", 1, local__batch_size=2, **ALL), test=test)
     scores = history.model()(test[0])
-    assert (
-        history.accuracy == (scores.argmax(1) == test[1]).float().mean().item().__round__(12)
-        or history.accuracy == int((scores.argmax(1) == test[1]).sum()) / 23
-    )
+    assert history.accuracy == int((scores.argmax(1) == test[1]).sum()) / 23
     assert history.rounds[-1]["loss"] == pytest.approx(F.cross_entropy(scores, test[1]).item(), rel=1e-5)
 
 
@@ -274,7 +272,7 @@ def test_a_loss_and_a_metric_that_are_refused() -> None:
             own(loss=loss)
     with pytest.raises(RunError, match=r"metric metric gave 0.5; it must give \(value, weight\)"):
         own(metric=lambda model, batch: 0.5)
-    with pytest.raises(RunError, match="weights that the metric metric gave sum to 0"):
+    with pytest.raises(RunError, match=r"weights of the metric metric sum to 0\.0, not above 0"):
         own(metric=lambda model, batch: (0.5, 0))
 
 
@@ -299,7 +297,7 @@ def test_nan_and_divergence_are_named() -> None:
     (found,) = own(own_tiny("fp32", 1, **ALL), clients=clients).rounds[-1]["rejected"]
     assert found["client"] == 1 and found["reason"].endswith("in step 1: the client's data holds NaN or Inf")
     with pytest.raises(
-        RunError, match="all 4 clients of the first round were rejected.*training diverged; lower local.lr"
+        RunError, match=r"all 4 clients of the first round were rejected.*training diverged; lower local.lr"
     ):
         own(own_tiny("fp32", 1, local__lr=1e30, local__steps=8, **ALL))
     test = own_data(1)[0]
@@ -331,7 +329,7 @@ def test_input_ranges_are_those_of_what_the_layer_sees() -> None:
     """Token numbers are not its input; a scaled copy of the data is."""
     config, federation = federation_of(PerToken(), (TOKENS * 0 + 6, TOKENS), loss=token_loss)
     assert federation.ranges == {}
-    assert float(federation.network(config).head.beta) == 0.0  # not set: the first minibatch will
+    assert float(federation.network(config).head.beta.detach()) == 0.0  # not set: the first minibatch will
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -427,7 +425,8 @@ from torch import nn
 from fedfp8.fl import preset
 x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
 config = preset("own", "uq", round__count=1)
-fedfp8.run(config, model=nn.Linear(5, 3), clients=[(x, x[:, :3].argmax(1))] * 2, test=(x, x[:, :3].argmax(1)), workers=2)
+pair = (x, x[:, :3].argmax(1))
+fedfp8.run(config, model=nn.Linear(5, 3), clients=[pair, pair], test=pair, workers=2)
 """
 
 
@@ -439,7 +438,11 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
     assert 'put the call under `if __name__ == "__main__":`' in last and "memory" not in found.stderr
 
 
-NOTEBOOK = SCRIPT.replace("config =", "class Net(nn.Linear): pass\nconfig =").replace("model=nn.Linear", "model=Net")
+NOTEBOOK = (
+    SCRIPT.replace("config =", "class Net(nn.Sequential): pass\nconfig =")
+    .replace("model=nn.Linear", "model=Net")
+    .replace("Net(5, 3)", "Net(nn.Linear(5, 3))")
+)
 
 
 def test_a_model_class_of_a_notebook_is_named() -> None:
@@ -451,7 +454,7 @@ def test_a_model_class_of_a_notebook_is_named() -> None:
 
 def test_a_lambda_cannot_be_given_to_workers() -> None:
     with pytest.raises(
-        ConfigError, match="worker processes cannot be given this run: .*<lambda>.*top level of a module"
+        ConfigError, match=r"worker processes cannot be given this run: .*<lambda>.*top level of a module"
     ):
         own(loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), workers=1)
 
@@ -468,7 +471,7 @@ class Local(Dataset):
 
 def test_what_every_client_fails_with_stops_the_run() -> None:
     with pytest.raises(
-        RunError, match="all 2 clients of the first round were rejected.*OSError: no such file: picture.png"
+        RunError, match=r"all 2 clients of the first round were rejected.*OSError: no such file: picture.png"
     ):
         own(clients=[Local(), Local()], workers=1)
 
@@ -514,9 +517,6 @@ class Tied(nn.Module):
 
 def test_the_model_comes_back_and_is_exported(tmp_path: Path) -> None:
     from safetensors.torch import load_model
-    from typer.testing import CliRunner
-
-    from fedfp8.cli import app
 
     given = Tied()
     start = {name: tensor.clone() for name, tensor in given.state_dict().items()}
@@ -527,8 +527,8 @@ def test_the_model_comes_back_and_is_exported(tmp_path: Path) -> None:
     assert not torch.equal(model.first.weight, given.first.weight) and int(model.norm.num_batches_tracked) > 0
     for name, tensor in model.state_dict().items():
         assert name == "last.weight" or torch.equal(tensor, history.state[name])
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "-o", str(tmp_path / "model.safetensors")])
-    assert result.exit_code == 0, result.output
+    found = command(tmp_path, "export", "run", "-o", "model.safetensors")
+    assert found.returncode == 0, found.stderr
     loaded = Tied().eval()
     load_model(loaded, tmp_path / "model.safetensors")
     x = own_data(1)[0][0]
@@ -590,3 +590,18 @@ def test_tasks_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(ConfigError, match=why):
             fedfp8.run(preset("own", task=path))
+
+
+def test_a_task_on_flower_sends_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr", reason="needs `pip install fedfp8[flower]`")
+    from fedfp8.flower import run as run_on_flower
+
+    (tmp_path / "my_flower_task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = preset("own", "dq", round__count=2, task="my_flower_task:make")
+    run_on_flower(config, tmp_path / "flower", engine="grid", nodes=2)
+    here = fedfp8.run(config, out=tmp_path / "here")
+    lines = [json.loads(line) for line in (tmp_path / "flower/history.jsonl").read_text().splitlines()]
+    assert comparable(lines) == comparable(here.rounds)
+    assert (tmp_path / "flower/config.toml").read_bytes() == (tmp_path / "here/config.toml").read_bytes()

@@ -173,39 +173,43 @@ def from_task(config: Config, task: Task) -> Federation:
     """A federation of your own; what does not fit together is said here, before anything is trained."""
     if not isinstance(task.model, nn.Module):
         raise ConfigError(f"model is a {type(task.model).__name__}; give an nn.Module, an instance and not its class")
+    if not any(p.requires_grad for p in task.model.parameters()):
+        raise ConfigError("no parameter of the model has requires_grad=True; there is nothing to train")
     if not len(task.clients):
         raise ConfigError("no clients were given; pass a list with the data of each client, e.g. (x, y)")
-    clients = sources({f"client {k}": data for k, data in enumerate(task.clients)})
-    (test,) = sources({"the test set": task.test})
-    if not test.size:
-        raise ConfigError("the test set is empty; pass test=(x, y) with at least one example")
     if task.transform is not None and not callable(task.transform):
         raise ConfigError(f"transform is {task.transform!r}; give a function transform(batch, generator, train)")
-    federation = Federation(
-        copy.deepcopy(task.model).cpu(),
-        clients,
-        test,
-        client_formats(config, len(clients)),
-        transform=task.transform or unchanged,
-        skip=task.skip,
-        piece=min(PIECE, 4 * config.local.batch_size),  # forward alone takes less memory than a training step
-    )
-    if not any(p.requires_grad for p in federation.model.parameters()):
-        raise ConfigError("no parameter of the model has requires_grad=True; there is nothing to train")
     with one_thread(), seeded(derive_seed(config.seed, "probe")):
-        model = federation.network(config).eval()
-        try:
-            batch = next(federation.test_batches(0))
-            federation = replace(federation, objective=objective_for(task, model, batch))
-            if federation.objective.loss is CLASSIFICATION.loss:
-                _check_labels(federation, len(model(batch[0])[0]))
-            return replace(federation, ranges=_data_ranges(federation, model))
-        except Fedfp8Error:
-            raise
-        except Exception as error:
-            raise RunError(
-                f"loss and model cannot take a batch of the test set: {type(error).__name__}: {error}"
-            ) from error
+        clients = sources({f"client {k}": data for k, data in enumerate(task.clients)})
+        (test,) = sources({"the test set": task.test})
+        if not test.size:
+            raise ConfigError("the test set is empty; pass test=(x, y) with at least one example")
+        federation = Federation(
+            copy.deepcopy(task.model).cpu(),
+            clients,
+            test,
+            client_formats(config, len(clients)),
+            transform=task.transform or unchanged,
+            skip=task.skip,
+            piece=min(PIECE, 4 * config.local.batch_size),  # forward alone takes less memory than a training step
+        )
+        return _fitted(federation, task, federation.network(config).eval())
+
+
+def _fitted(federation: Federation, task: Task, model: nn.Module) -> Federation:
+    """With its loss and metric, and the ranges of the data; tried on the test set, which is the server's."""
+    try:
+        batch = next(federation.test_batches(0))
+        federation = replace(federation, objective=objective_for(task, model, batch))
+        if federation.objective.loss is CLASSIFICATION.loss:
+            _check_labels(federation, len(model(batch[0])[0]))
+        return replace(federation, ranges=_data_ranges(federation, model))
+    except Fedfp8Error:
+        raise
+    except Exception as error:
+        raise RunError(
+            f"loss and model cannot take a batch of the test set: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_labels(federation: Federation, classes: int) -> None:

@@ -9,10 +9,10 @@ from fedfp8.errors import DataError
 from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.examples import Batch, leaves, minibatches
 from fedfp8.fl.federation import Federation
-from fedfp8.fl.repeatable import seeded
+from fedfp8.fl.repeatable import one_thread, seeded
 from fedfp8.nn import parameter_groups
 
-__all__ = ["learning_rate", "local_update", "minibatches"]
+__all__ = ["learning_rate", "local_update", "minibatches", "one_thread"]
 
 
 def learning_rate(config: Config, round: int) -> float:
@@ -22,6 +22,7 @@ def learning_rate(config: Config, round: int) -> float:
     return config.local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / config.round.count))
 
 
+@one_thread()
 def local_update(
     model: nn.Module, federation: Federation, client: int, local: LocalConfig, rate: float, dice: torch.Generator
 ) -> float:

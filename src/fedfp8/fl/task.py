@@ -221,7 +221,8 @@ def task_of(config: Config) -> Task:
             f"the preset {OWN!r} has no data of its own: give fedfp8.run or fedfp8.fl.resume model=, clients= and "
             "test=, or the command line --task package.module:function"
         )
-    return load_task(config.task)
+    task = load_task(config.task)
+    return replace(task, name=config.name or task.name)
 
 
 def complete(config: Config) -> Config:
