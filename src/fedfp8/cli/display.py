@@ -99,7 +99,7 @@ class Display:
     def _show(self, job: "Job", line: dict[str, Any]) -> None:
         parts = [
             self.label(job),
-            f"round {line['round']}/{job.rounds}",
+            f"{'' if self.live else 'round '}{line['round']}/{job.rounds}",
             self._values.get(job.name, "accuracy –"),
             f"{duration_text(self.clock.left)} left" if self.clock.expected else "",
             f"{size_text(line['bytes_total'])} sent",
