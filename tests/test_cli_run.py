@@ -1,7 +1,9 @@
 """`fedfp8 run`, `resume`, `compare`, `demo` as a user meets them: exit codes, files, JSON lines, messages."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -127,15 +129,31 @@ def test_config_toml_says_what_every_setting_means(fedfp8_command, tmp_path: Pat
     assert from_dict(tomllib.loads(to_toml(odd))) == odd
 
 
-@pytest.mark.parametrize("command", ["run", "compare"])
-def test_a_second_ctrl_c_still_says_how_to_go_on(command, fedfp8_command, tmp_path, monkeypatch) -> None:
+def test_two_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
+    """The second one comes in the middle of the round that the first one lets end, or right after it."""
+    folder = tmp_path / "run"
+    slow = settings_of(**{"local.steps": 200, "clients.fraction": 1.0})
+    process = command("run", "--rounds", "500", "--workers", "1", "--out", str(folder), *slow)
+    while "round 1/500" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    os.killpg(process.pid, signal.SIGINT)
+    while "finishing this round" not in process.stderr.readline():
+        pass
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert f"Continue with: fedfp8 resume {folder}" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["run", "compare"])
+def test_a_second_ctrl_c_still_says_how_to_go_on(name, fedfp8_command, tmp_path, monkeypatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedfp8.fl.run", interrupted)
-    code, _, err = fedfp8_command(command, "--workers", "0", "--out", str(tmp_path / "x"), *settings_of())
+    code, _, err = fedfp8_command(name, "--workers", "0", "--out", str(tmp_path / "x"), *settings_of())
     assert code == 130 and "Stopped at once" in err
-    assert (f"fedfp8 resume {tmp_path / 'x'}" if command == "run" else "The same command again continues") in err
+    assert (f"fedfp8 resume {tmp_path / 'x'}" if name == "run" else "The same command again continues") in err
 
 
 def test_run_from_a_config_file(fedfp8_command, tmp_path: Path) -> None:
