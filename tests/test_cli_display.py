@@ -55,7 +55,7 @@ def test_time_left_is_of_the_whole_plan(capsys) -> None:
         for r in range(3):
             display.round(plan[0], line(r))
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "1/2 fp32  round 0/10  accuracy 98.7 %  1.23 GB sent  (123 MB down, 98.8 MB up in this round)"
+    assert said[0] == "1/2 fp32  round 0/10  accuracy 98.7 %  1.23 GB sent"
     assert said[2].startswith("1/2 fp32  round 2/10  accuracy 98.7 %  54 s left")  # 18 rounds of 3 seconds
 
 

@@ -67,7 +67,7 @@ def test_without_a_terminal_there_is_a_short_line_a_round_and_a_summary(fedfp8_c
     about = f"digits, method uq, seed 0: 2 rounds with 3 of 6 clients each, 0 workers; records in {folder}"
     assert lines[0] == about  # what it is about to do
     assert [re.search(r"^uq  round (\d)/2  accuracy [\d.]+ %", line)[1] for line in lines[1:4]] == ["0", "1", "2"]
-    assert all(len(line) <= 100 for line in lines[1:4]) and lines[3].count("0 s left") == 1
+    assert all(len(line) <= 100 for line in lines[1:4]) and "  done  " in lines[3]
     assert lines[-2].startswith("digits / uq: accuracy ") and lines[-1] == f"records: {folder}"
     assert not any(line.startswith("{") for line in lines)
 
@@ -240,7 +240,7 @@ def test_compare_runs_all_methods_and_resumes(fedfp8_command, tmp_path: Path) ->
     assert code == 0, err
     for name in ("compare.md", "compare.png", "compare.json"):
         assert (out / name).stat().st_size > 0 and str(out / name) in text
-    assert re.search(r"^4/4 dq seed 1  round 2/2  accuracy [\d.]+ %  0 s left", text, re.M)
+    assert re.search(r"^4/4 dq seed 1  round 2/2  accuracy [\d.]+ %  done", text, re.M)
     folders = [out / "digits" / f"{m}-seed{s}" for m in ("fp32", "dq") for s in (0, 1)]
     before = [(f / "history.jsonl").read_bytes() for f in folders]
     totals = [json.loads((f / "summary.json").read_text())["bytes_total"] for f in folders]
