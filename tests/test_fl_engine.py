@@ -236,7 +236,7 @@ def test_resuming_a_finished_run_only_reads_it(tmp_path: Path) -> None:
 
 def test_ctrl_c_finishes_the_round_and_says_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = command("run", "--rounds", str(ROUNDS), "--workers", "1", "--out", str(folder), *SLOW)
+    process = command("run", "--json", "--rounds", str(ROUNDS), "--workers", "1", "--out", str(folder), *SLOW)
     lines = [process.stdout.readline() for _ in range(2)]
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     rest, errors = process.communicate(timeout=60)

@@ -32,7 +32,7 @@ def chosen(only: str, scripts: Path = SCRIPTS) -> list[str]:
     missing = [name for name in names if name not in there]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} needs the scripts of the repository's benchmarks/ folder, and there is no {scripts}; "
+            f"{', '.join(missing)} needs the scripts of the repository's benchmarks/ folder; there is no {scripts}, so "
             "run it from a clone"
         )
     return names or there

@@ -97,20 +97,21 @@ class Display:
         self._show(job, line)
 
     def _show(self, job: "Job", line: dict[str, Any]) -> None:
+        last = line["round"] == job.rounds
+        left = f"{duration_text(self.clock.left)} left" if self.clock.expected else ""
         parts = [
             self.label(job),
-            f"round {line['round']}/{job.rounds}",
+            f"{'' if self.live else 'round '}{line['round']}/{job.rounds}",
             self._values.get(job.name, "accuracy –"),
-            f"{duration_text(self.clock.left)} left" if self.clock.expected else "",
+            "done" if last else left,
             f"{size_text(line['bytes_total'])} sent",
-            f"({size_text(line['bytes_down'])} down, {size_text(line['bytes_up'])} up in this round)",
         ]
         parts = [part for part in parts if part]
         if self.live:
             text = fitted(parts, self.console.width - BAR - 2)
             self._progress.update(self._task(job), completed=line["round"], description=text)
             return
-        now, last = time.monotonic(), line["round"] == job.rounds
+        now = time.monotonic()
         if last or now - self._said >= self.quiet:
             self._said = now
             typer.echo(fitted(parts, 100))

@@ -270,11 +270,11 @@ def train(
             history = fl.resume(folder, workers=count, device=device, on_round=on_round)
         else:
             history = fl.run(config, out=folder, workers=count, device=device, overwrite=overwrite, on_round=on_round)
-    if not as_json:
-        typer.echo(outcome(history.summary, folder))
-    if not history.summary["finished"]:
-        typer.echo(f"Stopped after round {history.summary['rounds']}. Continue with: fedfp8 resume {folder}", err=True)
-        raise typer.Exit(INTERRUPTED)
+        display.say(outcome(history.summary, folder))
+        if not history.summary["finished"]:
+            reached = history.summary["rounds"]
+            typer.echo(f"Stopped after round {reached}. Continue with: fedfp8 resume {folder}", err=True)
+            raise typer.Exit(INTERRUPTED)
 
 
 def about(config: Config, folder: Path, workers: int, done: int = 0) -> str:

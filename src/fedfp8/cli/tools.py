@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 LAYOUT_HELP = (
-    "Whose tensors these are, for a message that does not say so itself: a run folder, or a network of `fedfp8 models`, "
+    "Whose tensors these are, if the message does not say so itself: a run folder, or a network of `fedfp8 models`, "
     "with its number of classes if it is not 10 (lenet:100)."
 )
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]

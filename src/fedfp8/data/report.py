@@ -73,6 +73,7 @@ def _skew(counts: NDArray[np.int64]) -> float:
 def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title: str = "") -> None:
     """Picture of a report (PNG, PDF, SVG by suffix): sizes above, share of each class below."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display needed
+    from matplotlib.ticker import MaxNLocator
 
     counts = np.array([row.counts for row in report.rows])
     sizes = counts.sum(axis=1)
@@ -90,6 +91,8 @@ def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title:
         share.T, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=max(share.max(), 1e-9)
     )
     below.set_xlabel("client")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.yaxis.set_major_locator(MaxNLocator(integer=True))
     if len(report.classes) <= 35:
         below.set_yticks(range(len(report.classes)), report.classes, fontsize=8 if len(report.classes) <= 12 else 5)
     below.set_ylabel("class")

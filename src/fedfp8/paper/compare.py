@@ -40,7 +40,7 @@ class Spread:
 class Row:
     """A variant of a method over its seeds. Accuracies are 0..1 (or the runs' other metric); `gain` is measured on
     recorded bytes, `gain_raw` without the lossless stage (the paper's definition). Both are None where FP32 or the raw
-    size is missing, and where either side has not learned yet (`learned` is False then)."""
+    size is missing, and where either side has not learned yet (`comparable` is False then)."""
 
     method: str
     label: str
@@ -54,7 +54,8 @@ class Row:
     bytes: Spread
     bytes_down: Spread
     bytes_up: Spread
-    learned: bool  # every seed of the variant, and the FP32 runs it is compared with
+    learned: bool  # every seed of the variant
+    comparable: bool  # and the FP32 runs it is compared with
     gain: Spread | None
     gain_raw: Spread | None
     seconds: float
@@ -93,8 +94,9 @@ def _row(variant: Variant, fp32: list[RunRecord]) -> Row:
     runs, metric = variant.runs, variant.runs[0].metric
     bases = [base_of(run, fp32) for run in runs]
     pairs = [(base, run) for base, run in zip(bases, runs, strict=True) if base is not None]
-    learned = all(run.learned for run in (*runs, *(base for base, _ in pairs)))
-    complete = learned and len(pairs) == len(runs)
+    learned = all(run.learned for run in runs)
+    comparable = learned and all(base.learned for base, _ in pairs)
+    complete = comparable and len(pairs) == len(runs)
     return Row(
         method=variant.method,
         label=variant.label,
@@ -109,6 +111,7 @@ def _row(variant: Variant, fp32: list[RunRecord]) -> Row:
         bytes_down=_known(run.bytes_down for run in runs),
         bytes_up=_known(run.bytes_up for run in runs),
         learned=learned,
+        comparable=comparable,
         gain=_gain(((base.points, run.points) for base, run in pairs), metric) if complete else None,
         gain_raw=_gain(((base.raw_points, run.raw_points) for base, run in pairs), metric) if complete else None,
         seconds=sum(run.seconds for run in runs),
@@ -148,8 +151,8 @@ def comparison_table(rows: Sequence[Row], title: str = "") -> Table:
             size_text(row.bytes_down.mean),
             size_text(row.bytes_up.mean),
             size_text(row.bytes.mean),
-            gain_text(row.gain, row.learned),
-            gain_text(row.gain_raw, row.learned),
+            gain_text(row.gain, row.comparable),
+            gain_text(row.gain_raw, row.comparable),
         ]
         for row in rows
     ]

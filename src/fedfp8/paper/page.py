@@ -66,11 +66,11 @@ def sentence(comparison: Comparison) -> str:
     return times + f"{reached}: {size_text(gain.method.bytes)} instead of {size_text(gain.base.bytes)}."
 
 
-def cell_section(comparison: Comparison) -> Section:
-    """Everything about a group of runs."""
+def cell_section(comparison: Comparison, *, result: bool = True) -> Section:
+    """Everything about a group of runs; its result in a sentence only if the headline does not say it already."""
     runs, found = comparison.runs, ordered(comparison.runs)
     parts = [
-        f"<p class=result>{html.escape(sentence(comparison))}</p>\n",
+        f"<p class=result>{html.escape(sentence(comparison))}</p>\n" if result else "",
         comparison.table.html(),
         _plots(comparison.folder / "compare.png"),
         _settings(runs, found),

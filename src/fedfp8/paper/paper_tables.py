@@ -72,7 +72,7 @@ def _line(cell: str, method: str, paper: Reported | None, ours: Row | None) -> l
     else:
         measured = [
             spread_text(ours.accuracy, 100) if ours.learned else NOT_LEARNED, gain,
-            gain_text(ours.gain_raw), gain_text(ours.gain),
+            gain_text(ours.gain_raw, ours.comparable), gain_text(ours.gain, ours.comparable),
             f"{ours.rounds} ({planned})", str(len(ours.seeds)), size_text(ours.bytes.mean),
         ]  # fmt: skip
     return [about.model, about.data, about.setting, name_of(ours.label if ours else method), reported, *measured]
@@ -137,7 +137,7 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
     command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs)}`"
     if row is None:
         return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
-    gains = f"{gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent" if row.learned else NOT_LEARNED
+    gains = f"{gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent" if row.comparable else NOT_LEARNED
     ours = f"{spread_text(row.accuracy, 100)} / {gains}"
     length = f"{row.rounds} rounds, {duration_text(row.seconds / len(runs))}" + _rest(runs)
     return [cell, row.label, paper, ours, length, machine_of(runs), runs[-1].date, command]

@@ -47,7 +47,7 @@ def write_report(folder: Path, chosen: Sequence[Path] | None = None) -> Report:
     comparisons.sort(
         key=lambda c: (not c.learned, -max((row.rounds for row in c.rows), default=0))
     )  # the longest first
-    sections = [cell_section(comparison) for comparison in comparisons]
+    sections = [cell_section(comparison, result=len(comparisons) > 1) for comparison in comparisons]
     sections += _paper_sections(folder, by_cell(run for run in runs if run.cell in CELLS))
     if not sections:
         raise RunError(
