@@ -64,7 +64,7 @@ def layout_for(name: str, fingerprint: bytes) -> "Layout":
 
 
 def layouts_of_run(folder: Path) -> "list[Layout]":
-    from fedfp8.fl.store import read_state
+    from fedfp8.link.store import read_state
 
     try:
         state = json.loads((folder / "checkpoint" / "state.json").read_text())

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from fedfp8.errors import RunError
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.store import read_state
+from fedfp8.link.store import read_state
 
 __all__ = ["export_model"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from fedfp8.errors import Fedfp8Error
 from fedfp8.fl.client import Reply, Task
 from fedfp8.fl.simulate import Workers
-from fedfp8.fl.store import write_atomic
+from fedfp8.link.store import write_atomic
 from fedfp8.model.layout import Layout
 from fedfp8.wire import inspect
 

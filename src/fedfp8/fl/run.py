@@ -18,18 +18,19 @@ import torch
 from torch import nn
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.fl.broadcast import Server
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.config import Config
+from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.devices import devices_of
 from fedfp8.fl.federation import FP32, Federation, build, from_task
-from fedfp8.fl.links import downlink, quantize_down
 from fedfp8.fl.payloads import keep_payloads, write_tensors
 from fedfp8.fl.pool import Pool, refuse_in_worker
-from fedfp8.fl.simulate import Record, Workers, run_round
-from fedfp8.fl.store import write_atomic, write_state
+from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
 from fedfp8.fl.task import OWN, Loss, Metric, Score, Task, own_config, task_of
+from fedfp8.fl.wires import server_link, wire_for
+from fedfp8.link import ServerLink
+from fedfp8.link.history import Entry, quantize_down
+from fedfp8.link.store import write_atomic, write_state
 from fedfp8.model.state import State, dequantize_state
 from fedfp8.nn import state_of
 
@@ -190,33 +191,35 @@ def execute(
     workers: int,
     on_round: OnRound | None = None,
     *,
-    trainers: Workers | None = None,
+    trainers: Callable[[ServerLink], Workers] | None = None,
     devices: Sequence[str] = ("cpu",),
 ) -> History:
     """Run the rounds that are still to do. Clients train in the pool that evaluates, or with `trainers` (Flower)."""
     config = folder.config
     initial, notes = state_of(federation.network(config)), _left_out(config, federation)
-    server = _saved(folder, initial)
+    link = server_link(config, federation, initial, folder.models)
+    server = _saved(folder, initial, link)
     if server is not None and server.round >= config.round.count:
         return _finish(folder, federation, server)
-    with Pool(config, federation, folder.checkpoint / "sent", workers, devices) as pool, _interruptible() as stop:
+    with Pool(config, federation, folder.models, workers, devices) as pool, _interruptible() as stop:
+        clients = pool if trainers is None else trainers(link)
+        clients = keep_payloads(clients, folder.path, config.round.keep_payloads)
         if server is None:
             server = Server(0, initial)
-            line = _line(folder, config, pool, server, Record(0, [], notes=notes), 0, time.perf_counter())
+            line = _line(folder, config, pool, server, link, Record(0, [], notes=notes), 0, time.perf_counter())
             _check_start(line)
-            _commit(folder, server, line, on_round)
-        clients = keep_payloads(trainers or pool, folder.path, config.round.keep_payloads)
+            _commit(folder, server, link, line, on_round)
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
             begin = time.perf_counter()
-            server, record = run_round(server, config, federation, clients, folder.store)
-            for news in (pool.notes, [] if trainers is None else trainers.notes):
-                record.notes += news
-                news.clear()
+            server, record = run_round(server, config, federation, clients, link)
+            for notes in {id(w.notes): w.notes for w in (pool, clients)}.values():
+                record.notes += notes
+                notes.clear()
             _check_first(record)
-            line = _line(folder, config, pool, server, record, total, begin)
+            line = _line(folder, config, pool, server, link, record, total, begin)
             total = line["bytes_total"]
-            _commit(folder, server, line, on_round)
+            _commit(folder, server, link, line, on_round)
     return _finish(folder, federation, server)
 
 
@@ -239,9 +242,9 @@ def _check_first(record: Record) -> None:
         )
 
 
-def _saved(folder: RunFolder, initial: State) -> Server | None:
+def _saved(folder: RunFolder, initial: State, link: ServerLink) -> Server | None:
     """The server as last saved, if it is of the same model."""
-    server = folder.load()
+    server = folder.load(link)
     if server is not None and server.state.layout != initial.layout:
         raise RunError(
             f"the checkpoint in {folder.path} is of another model than the one to continue with; a run on your own "
@@ -270,14 +273,23 @@ def _finish(folder: RunFolder, federation: Federation, server: Server) -> Histor
     return History(history, summary.values, server.state, folder.path, federation.model)
 
 
-def _commit(folder: RunFolder, server: Server, line: dict[str, Any], on_round: OnRound | None) -> None:
-    folder.save(server, line)
+def _commit(
+    folder: RunFolder, server: Server, link: ServerLink, line: dict[str, Any], on_round: OnRound | None
+) -> None:
+    folder.save(server, link, line)
     if on_round is not None:
         on_round(line)
 
 
 def _line(
-    folder: RunFolder, config: Config, pool: Pool, server: Server, record: Record, total: int, begin: float
+    folder: RunFolder,
+    config: Config,
+    pool: Pool,
+    server: Server,
+    link: ServerLink,
+    record: Record,
+    total: int,
+    begin: float,
 ) -> dict[str, Any]:
     """The history line of a round, evaluated if it is its turn."""
     line = asdict(record)
@@ -287,7 +299,7 @@ def _line(
     line["model"] = server.state.fingerprint.hex()
     if config.wire.client_cache:
         model_bytes = sum(t.numel() * t.element_size() for t in server.state.values())
-        line["cache"] = {"client_bytes": model_bytes, "server_bytes": folder.store.size(server.sent)}
+        line["cache"] = {"client_bytes": model_bytes, "server_bytes": link.history.size()}
     if record.round % config.round.eval_every == 0 or record.round == config.round.count:
         start = time.perf_counter()
         line |= _evaluate(folder, config, pool, server)
@@ -302,8 +314,10 @@ def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> 
     metric = pool.federation.objective.metric
     found = {"name": metric.name, "value": value, "higher_is_better": metric.higher_is_better}
     if config.round.eval_sent and config.down.rounding != "none":
-        link = downlink(config, config.qat.format if config.prepared else FP32)
-        sent = dequantize_state(quantize_down(config, server.round + 1, server.state, link))
+        cohort = cohort_size(config, len(pool.federation.eligible(config)))
+        wire = wire_for(config, config.qat.format if config.prepared else FP32)
+        entry = Entry(server.round + 1, b"", cohort, wire.places(cohort))
+        sent = dequantize_state(quantize_down(server.state, entry, wire, 0, config.seed))
         write_state(folder.model_path, sent, sync=False)
         found["sent"] = pool.evaluate(folder.model_path, sent.fingerprint)[0]
     result = {"metric": found, "loss": loss}
