@@ -22,7 +22,7 @@ import torch
 from fedfp8.errors import Fedfp8Error, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, Frame, state_of_arrays, tensors_of
 from fedfp8.link.history import Entry, History, quantize_down
-from fedfp8.link.wire import Orders, Wire, wire_named
+from fedfp8.link.wire import Orders, Wire, unlike, wire_named
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.rng import generator
@@ -93,7 +93,9 @@ class Round:
             update = _moved(update, lambda name, change: base[name] + change)
         elif wire.preserve and not wire.sends_changes:
             sent, model = self.sent(client), self.model
-            update = _moved(update, lambda name, value: model[name] + (value - sent[name]))
+            change = _moved(update, lambda name, value: value - sent[name])
+            if not unlike(update, change):
+                update = _moved(change, lambda name, moved: model[name] + moved)
         _check_finite(update, self.model)
         self.confirmed.add(client)
         return update

@@ -25,8 +25,9 @@ from fedfp8.model.rounding import ROUNDINGS, rounding_of
 from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
 
-__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "wire_named"]
+__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
 
+UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
 KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 7  # cohorts from which on a client's steps are the full ones
 
@@ -69,8 +70,10 @@ class Wire:
         return ROUNDINGS[self.down].has_steps
 
     def places(self, cohort: int) -> int:
-        """Strata of a round with this many clients. Only dither has places."""
-        return min(cohort, self.strata) if self.has_places or self.sends_changes else 1
+        """Strata of a round with this many clients: one each, or as many as leave the least error of their mean."""
+        if not (self.has_places or self.sends_changes):
+            return 1
+        return min(range(1, min(cohort, self.strata) + 1), key=lambda m: (mean_variance(cohort, m), -m))
 
     def layout_down(self, layout: Layout) -> Layout:
         return layout if self.format_down is None else layout.with_format(self.format_down)
@@ -113,6 +116,14 @@ def wire_named(wire: "str | Wire", **changes: object) -> Wire:
 # Steps
 
 
+def mean_variance(cohort: int, strata: int) -> float:
+    """Variance of the mean error of equal clients dealt evenly to places, in units of step^2 / 12 (docs/method.md)."""
+    more, fewer = cohort % strata, strata - cohort % strata
+    low, high = (cohort // strata) / cohort, (cohort // strata + 1) / cohort
+    uneven = more * (high - 1 / strata) ** 2 + fewer * (low - 1 / strata) ** 2
+    return 1 / strata**2 + (1 + 1 / strata) * uneven
+
+
 def fan_in_factor(shape: tuple[int, ...], fan_in: float) -> float:
     """The share of kappa for a tensor of this shape: sqrt(inputs / fan_in), between an eighth and one."""
     if not fan_in:
@@ -134,6 +145,16 @@ def _step(state: State, spec: TensorSpec, kappa: float) -> float:
     # At most 2**19 steps to the largest value, and no step below the smallest there is: an error that harms no model.
     low, high = state[spec.name].aminmax()
     return max(kappa * state.rms(spec.name), max(-float(low), float(high)) / 2**19, STEP_MIN)
+
+
+def unlike(reply: State, change: State) -> bool:
+    """Whether a reply is no model but something smaller under its names (a difference, gradients).
+
+    A trained model is near the one it came from; a difference is as far from it as the model is large.
+    """
+    coded = [spec for spec in reply.layout if spec.kind in ("fp8", "float")]
+    strange = [s for s in coded if change.rms(s.name) > UNLIKE * reply.rms(s.name) > 0.0]
+    return 2 * sum(spec.size for spec in strange) > sum(spec.size for spec in coded)
 
 
 # What the server tells a client: in front of the model, so that a client needs no settings of its own
