@@ -46,6 +46,7 @@ _LAZY = dict.fromkeys(_NUMERICS, "fedfp8.fp8") | {
     "average": "fedfp8.link",
     "run": "fedfp8.fl",
     "flower": "fedfp8.flower",
+    "nvflare": "fedfp8.nvflare",
 }
 __all__ = [
     "E3M4",
@@ -75,5 +76,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fedfp8' has no attribute {name!r}")
     module = import_module(_LAZY[name])
-    value = globals()[name] = module if name == "flower" else getattr(module, name)
+    value = globals()[name] = module if name in ("flower", "nvflare") else getattr(module, name)
     return value
