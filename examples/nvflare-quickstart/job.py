@@ -13,7 +13,6 @@ parser.add_argument("--workspace", default="/tmp/nvflare-quickstart")
 arguments = parser.parse_args()
 
 recipe = FedAvgRecipe(name="digits", model=Net(), min_clients=2, num_rounds=arguments.rounds, train_script="client.py")
-recipe.add_client_file("model.py")
 if not arguments.plain:
     import fedfp8.nvflare
 

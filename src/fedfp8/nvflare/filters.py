@@ -101,12 +101,11 @@ class _Server:
         self.link = self.make()
         self.clients = clients
         self.task: tuple[Any, ...] = ()
-        self.plain = 0  # bytes of the model as FLARE would send it
         self.coded: set[str] = set()  # clients that were sent a message in this round: they must answer with one
         self.accepted: set[str] = set()
         self.answered: set[str] = set()
         self.kind = ""  # what is handed on in this round, models or changes: an average must not mix them
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []  # of each round: bytes by client, and of the model as FLARE would send it
         self.lock = threading.RLock()
 
     def message(self, client: str, task: tuple[Any, ...], arrays: Mapping[str, Any], connected: int) -> bytes:
@@ -117,7 +116,7 @@ class _Server:
                 self._open(client, arrays, self.clients or connected)
                 self.task = *task, model
             self.link.join(client)
-            message = self.link.message(client)
+            message = self._counted("down", client, self.link.message(client))
             self.coded.add(client)
             return message
 
@@ -130,17 +129,21 @@ class _Server:
                 raise
             self.link = self.make()
             self.link.open(arrays, [client], expected=expected)
-        self.plain = sum(torch_of(name, array).nbytes for name, array in arrays.items())
-        self.rows.append(self.link.traffic[-1] | {"round": len(self.rows) + 1, "plain": self.plain})
+        plain = sum(torch_of(name, array).nbytes for name, array in arrays.items())
+        self.rows.append({"round": len(self.rows) + 1, "plain": plain, "down": {}, "up": {}, "resent": {}})
+
+    def _counted(self, way: str, client: str, message: bytes) -> bytes:
+        self.rows[-1][way][client] = self.rows[-1][way].get(client, 0) + len(message)
+        return message
 
     def whole(self, client: str) -> bytes:
         with self.lock:
-            return self.link.resend(client)
+            return self._counted("resent", client, self.link.resend(client))
 
     def update(self, client: str, reply: bytes, kind: str) -> DXO:
         """What a client brings, in the server's frame: a model, or the change it made to the one it received."""
         with self.lock:
-            update = self.link.receive(client, reply)
+            update = self.link.receive(client, self._counted("up", client, reply))
             self.kind = self.kind or kind
             self.accepted.add(client)
             if self.kind == DataKind.WEIGHT_DIFF:
@@ -310,8 +313,8 @@ class ReceiveModel(DXOFilter):
         client.link.arrays = "torch" if dxo.get_meta_prop(MESSAGE) == "torch" else "numpy"
         try:
             model = client.link.receive(_bytes(dxo.data[MESSAGE]))
-        except LostReference as loss:
-            self.log_warning(fl_ctx, f"fedfp8: asking for the whole model; {loss}")
+        except LostReference:
+            self.log_warning(fl_ctx, "fedfp8: the model received last is lost or not the one meant; asking for it whole")
             model = client.link.receive(self._whole(fl_ctx))
         return _with_data(dxo, model)
 
