@@ -314,7 +314,9 @@ class ReceiveModel(DXOFilter):
         try:
             model = client.link.receive(_bytes(dxo.data[MESSAGE]))
         except LostReference:
-            self.log_warning(fl_ctx, "fedfp8: the model received last is lost or not the one meant; asking for it whole")
+            self.log_warning(
+                fl_ctx, "fedfp8: the model received last is lost or not the one meant; asking for it whole"
+            )
             model = client.link.receive(self._whole(fl_ctx))
         return _with_data(dxo, model)
 
