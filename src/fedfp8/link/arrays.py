@@ -146,6 +146,11 @@ class Frame:
                     "the same tensors every round, or make a new ServerLink"
                 )
 
+    def fits(self, other: "Frame") -> bool:
+        """Whether the tensors have the same names, order, shapes and dtypes, be they torch's or numpy's."""
+        names = list(self.shapes) == list(other.shapes)
+        return names and all(_describe(self, name) == _describe(other, name) for name in self.shapes)
+
     def to_json(self) -> dict[str, Any]:
         return {
             name: [list(self.shapes[name]), _name(kind[0]), str(kind[1])] if isinstance(kind, tuple)

@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 
-from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError
+from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
 from fedfp8.link.store import read_state, write_state
-from fedfp8.link.wire import Orders, steps_of
+from fedfp8.link.wire import Orders, steps_of, unlike
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State, coded_kinds, dequantize_state, quantize_state
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
+from fedfp8.wire.container import checked_body
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 
-UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
+ALWAYS, BELIEVED = (
+    1 << 28,
+    64,
+)  # elements of a model that are believed: so many, or so many for each byte of its message
 
 
 def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:
@@ -56,12 +61,13 @@ def write_reply(local: State, received: State, orders: Orders, *, whole: bool = 
 
 def quantize_reply(local: State, received: State, orders: Orders) -> tuple[QuantState, State | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
-    if orders.up != "dithered":
+    rule = ROUNDINGS[orders.up]
+    if not rule.has_steps:
         return quantize_state(local, seed=orders.seed, rounding=orders.up), received
-    coded = [spec.name for spec in local.layout if spec.kind in coded_kinds("dithered")]
+    coded = [spec.name for spec in local.layout if spec.kind in rule.kinds]
     change = {name: local[name] - received[name] for name in coded}
     moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
-    is_change = not _unlike(local, moved, coded)
+    is_change = not unlike(local, moved)
     state = moved if is_change else local
     q = quantize_state(
         state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
@@ -70,21 +76,12 @@ def quantize_reply(local: State, received: State, orders: Orders) -> tuple[Quant
     return q, None
 
 
-def _unlike(local: State, moved: State, coded: list[str]) -> bool:
-    """Whether a reply is no model but something smaller under its names (a difference, gradients), to be sent as it is.
-
-    A trained model is near the one it came from; a difference is as far from it as the model is large.
-    """
-    weights = sum(local[name].numel() for name in coded)
-    unlike = sum(local[name].numel() for name in coded if moved.rms(name) > UNLIKE * local.rms(name) > 0.0)
-    return 2 * unlike > weights
-
-
 class ClientLink:
     """Models in, updates out. One for each client.
 
     start: the model that the server was given as start, if it was. store: a folder where the last model is kept, for a
-    client whose process does not live from round to round. arrays: "torch" or "numpy", what `receive` returns.
+    client whose process does not live from round to round. held: the same for a client whose memory is kept by others:
+    what `packed` was after the last message, b"" at first. arrays: "torch" or "numpy", what `receive` returns.
     """
 
     def __init__(
@@ -92,6 +89,7 @@ class ClientLink:
         *,
         start: "Arrays | Callable[[], Arrays] | None" = None,
         store: "str | Path | None" = None,
+        held: bytes | None = None,
         arrays: str = "torch",
     ) -> None:
         if arrays not in ("torch", "numpy"):
@@ -100,17 +98,22 @@ class ClientLink:
         self.path = None if store is None else Path(store) / "received.safetensors"
         self.arrays = arrays
         self.held: State | None = None  # the model received last
+        self.packed = held  # the same as a payload that needs no reference: a few bits a weight
         self._orders: Orders | None = None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._read()
+        self._read()
 
     def receive(self, message: bytes) -> dict[str, Any]:
         """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then."""
         orders, payload = Orders.split(message)
         start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
         known = [state for state in (self.held, start) if state is not None]
-        received = dequantize_state(read_message(payload, [state.layout for state in known], known))
+        _check_size(payload)
+        content = read_message(payload, [state.layout for state in known], known)
+        received = dequantize_state(content)
+        if self.packed is not None:
+            self.packed = _packed(payload, content) if orders.cache else b""
         self.held, self._orders = received, orders
         if self.path is not None and orders.cache:
             write_state(self.path, received)
@@ -179,11 +182,28 @@ class ClientLink:
             raise RunError(f"this is not the state of a ClientLink: {error}; give what state_dict returned") from None
 
     def _read(self) -> None:
-        assert self.path is not None
         try:
-            self.held = read_state(self.path) if self.path.exists() else None
+            if self.path is not None and self.path.exists():
+                self.held = read_state(self.path)
+            elif self.packed:
+                self.held = dequantize_state(decode(self.packed))
         except Fedfp8Error:  # damaged: as good as lost
             self.held = None
+
+
+def _packed(payload: bytes, content: QuantState) -> bytes:
+    head = header(payload)
+    return payload if head.has_layout and not head.reference_fingerprints else encode(content, with_layout=True)
+
+
+def _check_size(payload: bytes) -> None:
+    """Before anything is allocated: a message of some kB that claims gigabytes is an attack or damaged."""
+    if header(payload).has_layout:
+        elements = checked_body(payload, None)[1].num_elements
+        if elements > max(ALWAYS, BELIEVED * len(payload)):
+            raise WireFormatError(
+                f"a message of {len(payload)} bytes claims a model of {elements} elements; that is not believed"
+            )
 
 
 def _literal(name: str) -> str:

@@ -5,8 +5,10 @@ with the same random bits it is the same model again, bit for bit. So a server r
 numbers a client, whatever the number of clients. The models are files: in a folder of a run, or a temporary one.
 """
 
+import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +34,13 @@ class Entry:
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    dithered = wire.down == "dithered"
     return quantize_state(
         state,
         seed=wire.seed_down(root, entry.number),
         rounding=wire.down,
         step=steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
-        place=place if dithered else 0,
-        strata=entry.strata if dithered else 1,
+        place=place if wire.has_places else 0,
+        strata=entry.strata if wire.has_places else 1,
     )
 
 
@@ -49,8 +50,9 @@ class History:
     def __init__(self, root: int, folder: Path | None = None) -> None:
         self.root = root  # of all seeds
         self.entries: dict[int, Entry] = {}
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="fedfp8-history-")
-        self.folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="fedfp8-history-"))
+        if folder is None:  # goes with the history
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._models: dict[int, State] = {}
         self._sent: dict[tuple[int, Wire, int], State] = {}
@@ -81,7 +83,7 @@ class History:
     def sent(self, number: int, wire: Wire, place: int) -> State:
         """What a client at `place` decoded in the round of model `number`."""
         with self._lock:
-            key = number, wire, place if wire.down == "dithered" else 0
+            key = number, wire, place if wire.has_places else 0
             if key not in self._sent:
                 message = quantize_down(self.model(number), self.entries[number], wire, place, self.root)
                 while len(self._sent) >= 2:

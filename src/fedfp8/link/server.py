@@ -22,7 +22,7 @@ import torch
 from fedfp8.errors import Fedfp8Error, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, Frame, state_of_arrays, tensors_of
 from fedfp8.link.history import Entry, History, quantize_down
-from fedfp8.link.wire import Orders, Wire, wire_named
+from fedfp8.link.wire import Orders, Wire, unlike, wire_named
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.rng import generator
@@ -100,7 +100,9 @@ class Round:
             update = _moved(update, lambda name, change: base[name] + change)
         elif wire.preserve and not wire.sends_changes:
             sent, model = self.sent(client), self.model
-            update = _moved(update, lambda name, value: model[name] + (value - sent[name]))
+            change = _moved(update, lambda name, value: value - sent[name])
+            if not unlike(update, change):
+                update = _moved(change, lambda name, moved: model[name] + moved)
         _check_finite(update, self.model)
         self.confirmed.add(client)
         return update
@@ -121,8 +123,8 @@ class Round:
 
     def _encoded(self, client: Client, held: tuple[int, int] | None, start: bool) -> bytes:
         wire, place = self.wires[client], self.places[client]
-        given = held if held is None or wire.down == "dithered" else (held[0], 0)
-        key = wire, place if wire.down == "dithered" else 0, given, start
+        given = held if held is None or wire.has_places else (held[0], 0)
+        key = wire, place if wire.has_places else 0, given, start
         if key in self._payloads:
             return self._payloads[key]
         if self._message is None or self._message[0] != key[:2]:
@@ -134,7 +136,7 @@ class Round:
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
         known = held is not None or start or self.link.layout_known
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
-        if held is None or wire.down != "dithered":  # others will ask for the same
+        if held is None or not wire.has_places:  # others will ask for the same
             self._payloads[key] = payload
         return payload
 

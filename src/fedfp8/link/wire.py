@@ -21,11 +21,13 @@ from fedfp8.errors import ConfigError, WireFormatError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.fp8.quantize import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import ROUNDINGS, State, coded_kinds
+from fedfp8.model.rounding import ROUNDINGS, rounding_of
+from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
 
-__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "wire_named"]
+__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
 
+UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
 KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 7  # cohorts from which on a client's steps are the full ones
 
@@ -60,11 +62,16 @@ class Wire:
     @property
     def sends_changes(self) -> bool:
         """Whether clients answer with the change they made rather than with the whole model."""
-        return self.up == "dithered"
+        return ROUNDINGS[self.up].has_steps
+
+    @property
+    def has_places(self) -> bool:
+        """Whether what a client receives depends on its place in the cohort."""
+        return ROUNDINGS[self.down].has_steps
 
     def places(self, cohort: int) -> int:
         """Strata of a round with this many clients. Only dither has places."""
-        return min(cohort, self.strata) if "dithered" in (self.down, self.up) else 1
+        return min(cohort, self.strata) if self.has_places or self.sends_changes else 1
 
     def layout_down(self, layout: Layout) -> Layout:
         return layout if self.format_down is None else layout.with_format(self.format_down)
@@ -117,9 +124,10 @@ def fan_in_factor(shape: tuple[int, ...], fan_in: float) -> float:
 
 def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mapping[str, float] | None:
     """Absolute steps of the tensors that `rounding` dithers; None for one that has no steps."""
-    if rounding != "dithered":
+    rule = ROUNDINGS[rounding]
+    if not rule.has_steps:
         return None
-    coded = (spec for spec in state.layout if spec.kind in coded_kinds(rounding) and spec.size)
+    coded = (spec for spec in state.layout if spec.kind in rule.kinds and spec.size)
     return {spec.name: _step(state, spec, kappa * fan_in_factor(spec.shape, fan_in)) for spec in coded}
 
 
@@ -127,6 +135,16 @@ def _step(state: State, spec: TensorSpec, kappa: float) -> float:
     # At most 2**19 steps to the largest value, and no step below the smallest there is: an error that harms no model.
     low, high = state[spec.name].aminmax()
     return max(kappa * state.rms(spec.name), max(-float(low), float(high)) / 2**19, STEP_MIN)
+
+
+def unlike(reply: State, change: State) -> bool:
+    """Whether a reply is no model but something smaller under its names (a difference, gradients).
+
+    A trained model is near the one it came from; a difference is as far from it as the model is large.
+    """
+    coded = [spec for spec in reply.layout if spec.kind in ("fp8", "float")]
+    strange = [s for s in coded if change.rms(s.name) > UNLIKE * reply.rms(s.name) > 0.0]
+    return 2 * sum(spec.size for spec in strange) > sum(spec.size for spec in coded)
 
 
 # What the server tells a client: in front of the model, so that a client needs no settings of its own
@@ -155,7 +173,7 @@ class Orders:
         flags = LOSSLESS * self.lossless | CACHE * self.cache | HAS_FORMAT * (self.format_up is not None)
         bits = 0 if self.format_up is None else self.format_up.exponent_bits << 4 | self.format_up.mantissa_bits
         patterns = "\n".join(self.coded).encode()
-        rounding = ROUNDINGS.index(self.up)
+        rounding = ROUNDINGS[self.up].number
         numbers = rounding, bits, self.place, self.strata - 1, self.kappa_up, self.fan_in, self.seed
         return HEAD.pack(MAGIC, VERSION, flags, *numbers, len(patterns)) + patterns
 
@@ -171,10 +189,10 @@ class Orders:
             if magic != MAGIC or version != VERSION or flags > 7 or not sound or len(message) < end:
                 raise ValueError(f"it begins with {bytes(message[:5])!r}")
             orders = cls(
-                ROUNDINGS[rounding], format, kappa, fan_in, seed, place, last + 1, bool(flags & LOSSLESS),
+                rounding_of(rounding).name, format, kappa, fan_in, seed, place, last + 1, bool(flags & LOSSLESS),
                 bool(flags & CACHE), tuple(patterns.split("\n")) if patterns else (),
             )  # fmt: skip
-        except (struct.error, ValueError, IndexError) as error:
+        except (struct.error, ValueError, KeyError) as error:
             raise WireFormatError(
                 f"a message of {len(message)} bytes is not one of a fedfp8.ServerLink ({error}); give "
                 "ClientLink.receive the very bytes that broadcast or resend made, and use one fedfp8 on both sides"

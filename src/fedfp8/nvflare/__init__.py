@@ -6,15 +6,13 @@
 The job's own code goes on seeing ordinary models. What happens is in `filters.py`: four filters around two links.
 """
 
-try:
-    import nvflare  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        'fedfp8.nvflare needs NVIDIA FLARE, which is not installed: pip install "fedfp8[nvflare]"'
-    ) from error
-
 from collections.abc import Iterable
 from typing import Any
+
+from fedfp8.errors import extra
+
+with extra("nvflare"):
+    import nvflare  # noqa: F401
 
 from fedfp8.nvflare.filters import ReceiveModel, ReceiveUpdate, SendModel, SendUpdate
 

@@ -148,6 +148,7 @@ class _Server:
             self.accepted.add(client)
             if self.kind == DataKind.WEIGHT_DIFF:
                 round = self.link.round
+                assert round is not None
                 update = self._less(update, round.model if round.wires[client].preserve else round.sent(client))
             return DXO(self.kind, update)
 
@@ -159,12 +160,13 @@ class _Server:
         """
         with self.lock:
             round = self.link.round
-            if round is None or self.accepted or len(self.answered) < round.cohort:
+            if round is None or self.link.frame is None or self.accepted or len(self.answered) < round.cohort:
                 return DXO(kind, {})
             model = self.link.frame.restore(tensors_of(round.model))
             return DXO(kind, self._less(model, round.model) if kind == DataKind.WEIGHT_DIFF else model)
 
     def _less(self, arrays: dict[str, Any], state: State) -> dict[str, Any]:
+        assert self.link.frame is not None
         before = self.link.frame.restore(tensors_of(state))
         return {name: array - before[name] for name, array in arrays.items()}
 
@@ -177,19 +179,17 @@ class _Server:
 def _as_before(link: ServerLink, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """`arrays` in the dtypes of the first round: a mean turns counters into floats."""
     kinds = {} if link.frame is None else link.frame.kinds
-    found = {}
-    for name, array in arrays.items():
-        kind = kinds.get(name)
-        dtype = kind[0] if isinstance(kind, tuple) else kind
-        if isinstance(array, torch.Tensor) and isinstance(dtype, torch.dtype):
-            whole = array.is_floating_point() and not dtype.is_floating_point
-            found[name] = (array.round() if whole else array).to(dtype)
-        elif dtype is not None and not isinstance(array, torch.Tensor):
-            values = np.asarray(array)
-            found[name] = (np.rint(values) if dtype.kind in "iu" and values.dtype.kind == "f" else values).astype(dtype)
-        else:
-            found[name] = array
-    return found
+    return {name: _cast(array, kinds[name]) if name in kinds else array for name, array in arrays.items()}
+
+
+def _cast(array: Any, kind: Any) -> Any:
+    """To the dtype of `kind` (of a Frame); whole numbers are rounded, since 2.9999999 is a 3 that was averaged."""
+    if isinstance(array, torch.Tensor) and isinstance(kind, tuple):
+        return (array if kind[0].is_floating_point or not array.is_floating_point() else array.round()).to(kind[0])
+    if isinstance(array, torch.Tensor) or isinstance(kind, tuple):
+        return array
+    values = np.asarray(array)
+    return (np.rint(values) if kind.kind in "iu" and values.dtype.kind == "f" else values).astype(kind, copy=False)
 
 
 class SendModel(DXOFilter):
@@ -205,8 +205,9 @@ class SendModel(DXOFilter):
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         client, engine = _peer(fl_ctx), fl_ctx.get_engine()
-        task = fl_ctx.get_prop(ReservedHeaderKey.TASK_NAME), shareable.get_header("current_round")
-        task = *task, shareable.get_header(ReservedHeaderKey.MSG_ROOT_ID)
+        task = tuple(
+            map(shareable.get_header, (ReservedHeaderKey.TASK_NAME, "current_round", ReservedHeaderKey.MSG_ROOT_ID))
+        )
         try:
             server = _of_job(fl_ctx, "server", lambda: self._start(engine))
             message = server.message(client, task, dxo.data, len(engine.get_clients()))

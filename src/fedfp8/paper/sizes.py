@@ -19,6 +19,7 @@ from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.store import read_state, write_atomic
+from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import State, quantize_state
 from fedfp8.paper.records import find_runs
 from fedfp8.wire import encode
@@ -54,7 +55,7 @@ def measure_missing(folder: Path) -> list[Path]:
 
 def raw_sizes(config: Config, state: State) -> dict[str, Any]:
     """``{"down_raw": bytes, "up_raw": bytes}``, or a reason why there is no such number."""
-    if "dithered" in (config.up.rounding, config.down.rounding):
+    if any(ROUNDINGS[link.rounding].has_steps for link in (config.up, config.down)):
         return {"reason": "raw dithered integers have another length in every round"}
     if config.clients.formats:
         return {"reason": "clients have several formats"}

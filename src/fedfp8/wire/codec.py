@@ -17,7 +17,8 @@ import numpy as np
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.model.layout import TensorSpec
-from fedfp8.model.state import QuantState, State, coded_kinds, tensor_seed
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, tensor_seed
 from fedfp8.wire import rawbits, steps, stream
 from fedfp8.wire.container import REFERENCES, version_of
 
@@ -94,9 +95,10 @@ class Plan:
 
 def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
     """The coded tensors of a message, in order. Needs the ranges and steps of `q`, not its codes."""
-    dithered, version = q.rounding == "dithered", version_of(q, len(references))
+    rule, version = ROUNDINGS[q.rounding], version_of(q, len(references))
+    dithered = rule.has_steps
     for index, spec in enumerate(q.layout):
-        if spec.kind not in coded_kinds(q.rounding):
+        if spec.kind not in rule.kinds:
             continue
         alpha = 0.0 if dithered or spec.range is None else float(q.rest[spec.range])
         step = q.steps[spec.name] if dithered else 0.0
@@ -104,7 +106,7 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
             Reference(state[spec.name].view(-1).numpy(), state.rms(spec.name) if dithered else 0.0)
             for state in references
         )
-        seed, dice = tensor_seed(q.seed, index), q.rounding != "nearest"
+        seed, dice = tensor_seed(q.seed, index), rule.is_random
         yield Plan(spec, spec.size, dithered, dice, seed, alpha, step, given, q.place, q.strata, version)
 
 

@@ -5,7 +5,7 @@
                 fingerprints, 0 to 3
     then        [layout] | body | checksum
 
-A message is of version 1 unless it needs something that only version 2 has (`version_of`). All integers are little-endian.
+A message is of version 1 unless it needs something that only version 2 has (`version_of`). Integers are little-endian.
 A payload is hostile until its checksum and every length in it have been checked, and every check happens before
 anything of that length is allocated.
 """
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from fedfp8.errors import WireFormatError
 from fedfp8.fp8.parallel import STRATA_MAX
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import ROUNDINGS, QuantState
+from fedfp8.model.rounding import ROUNDINGS, rounding_of
+from fedfp8.model.state import QuantState
 
 __all__ = [
     "CHECKSUM",
@@ -123,7 +124,7 @@ def write_header(q: QuantState, references: Sequence[bytes], with_layout: bool) 
     if not 0 <= q.seed < 2**63:
         raise WireFormatError(f"seed is {q.seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
     _check_place(q.rounding, q.place, q.strata, q.change, "use quantize_state")
-    rounding, count = ROUNDINGS.index(q.rounding), len(references)
+    rounding, count = ROUNDINGS[q.rounding].number, len(references)
     if version_of(q, count) == 1:
         start = bytes([1, count * HAS_REFERENCE | with_layout * HAS_LAYOUT | rounding << 2])
     else:
@@ -139,7 +140,7 @@ def write_header(q: QuantState, references: Sequence[bytes], with_layout: bool) 
 def _check_place(rounding: str, place: int, strata: int, change: bool, advice: str) -> None:
     if not (1 <= strata <= STRATA_MAX and 0 <= place < strata):
         raise WireFormatError(f"place {place} of {strata} strata; places go from 0 to strata - 1; {advice}")
-    if rounding != "dithered" and (strata > 1 or change):
+    if not ROUNDINGS[rounding].has_steps and (strata > 1 or change):
         raise WireFormatError(
             f"strata {strata}, change {change} with rounding {rounding}; only dithered has them; {advice}"
         )
@@ -174,13 +175,13 @@ def header(payload: bytes) -> Header:
         has_layout, change = bool(flags & HAS_LAYOUT_2), bool(flags & IS_CHANGE)
         if rounding >= len(ROUNDINGS):
             raise WireFormatError(f"rounding is {rounding}; version {version} has 0 to {len(ROUNDINGS) - 1}; {AGAIN}")
-        _check_place(ROUNDINGS[rounding], place, strata, change, AGAIN)
+        _check_place(rounding_of(rounding).name, place, strata, change, AGAIN)
     layout = bytes(r.take(FINGERPRINT, "layout fingerprint"))
     seed = int.from_bytes(r.take(8, "seed"), "little")
     if seed >> 63:
         raise WireFormatError(f"seed is {seed}, above 63 bits; {AGAIN}")
     named = tuple(bytes(r.take(FINGERPRINT, "reference fingerprint")) for _ in range(references))
-    return Header(version, ROUNDINGS[rounding], seed, layout, named, has_layout, place, strata, change)
+    return Header(version, rounding_of(rounding).name, seed, layout, named, has_layout, place, strata, change)
 
 
 def verified(payload: bytes) -> tuple[Header, Reader]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, coded_kinds
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState
 from fedfp8.wire import codec
 from fedfp8.wire.container import Header, Reader, checked_body, verified
 from fedfp8.wire.message import read_plain, records
@@ -92,7 +93,7 @@ def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
     q = read_plain(head, layout, reader)
     rows = {row.name: row for row in _coded_rows(q, len(head.reference_fingerprints), reader)}
     for spec in layout:
-        if spec.kind not in coded_kinds(head.rounding):
+        if spec.kind not in ROUNDINGS[head.rounding].kinds:
             tensor = q.rest[spec.name]
             value = float(tensor) if spec.kind == "range" and spec.size == 1 else None
             rows[spec.name] = Row(spec.name, spec.kind, "as is", spec.size, tensor.nbytes, None, value)

@@ -14,7 +14,8 @@ from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.fp8.quantize import STEP_MAX, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, coded_kinds
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State
 from fedfp8.wire import codec
 from fedfp8.wire.container import AGAIN, REFERENCES, Header, Reader, checked_body, seal, varint, write_header
 
@@ -70,7 +71,7 @@ def _write_plain(q: QuantState) -> Iterator[bytes | memoryview]:
             tensor = q.rest[spec.name]
             _check_rest(spec, tensor, _is_alpha(q.layout, q.rounding, spec), QuantizationError)
             yield tensor.contiguous().view(-1).numpy().data if spec.size else b""
-    yield np.array([q.steps[name] for name in q.codes if q.rounding == "dithered"], dtype="<f4").tobytes()
+    yield np.array([q.steps[name] for name in q.codes if ROUNDINGS[q.rounding].has_steps], dtype="<f4").tobytes()
 
 
 def decode(
@@ -99,9 +100,9 @@ def read_plain(head: Header, layout: Layout, reader: Reader) -> QuantState:
     """Everything before the coded tensors: ranges, other tensors that travel as they are, and steps."""
     q = QuantState(layout, head.rounding, head.seed, place=head.place, strata=head.strata, change=head.change)
     for spec in layout:
-        if spec.kind not in coded_kinds(head.rounding):
+        if spec.kind not in ROUNDINGS[head.rounding].kinds:
             q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(layout, head.rounding, spec))
-    if head.rounding == "dithered":
+    if ROUNDINGS[head.rounding].has_steps:
         q.steps.update(_read_steps(layout, reader))
     return q
 
@@ -126,12 +127,12 @@ def records(
 
 
 def _is_alpha(layout: Layout, rounding: str, spec: TensorSpec) -> bool:
-    return rounding in ("nearest", "stochastic") and any(s.range == spec.name for s in layout)
+    return ROUNDINGS[rounding].has_ranges and any(s.range == spec.name for s in layout)
 
 
 def _check_complete(q: QuantState) -> None:
-    coded = [s for s in q.layout if s.kind in coded_kinds(q.rounding)]
-    wanted = torch.int32 if q.rounding == "dithered" else torch.uint8
+    rule = ROUNDINGS[q.rounding]
+    coded, wanted = [s for s in q.layout if s.kind in rule.kinds], rule.codes
     for spec in coded:
         codes = q.codes.get(spec.name)
         if codes is None or codes.dtype != wanted or codes.shape != (spec.size,) or not codes.is_contiguous():
@@ -139,7 +140,7 @@ def _check_complete(q: QuantState) -> None:
                 f"codes of {spec.name!r} must be {spec.size} contiguous {wanted}; use quantize_state"
             )
         step = q.steps.get(spec.name, 0.0)
-        if q.rounding == "dithered":
+        if rule.has_steps:
             _check_step(spec.name, step, QuantizationError)
             if step == 0.0 and bool(codes.any()):
                 raise QuantizationError(f"step of {spec.name!r} is 0 but its codes are not all 0; use quantize_state")
@@ -202,7 +203,7 @@ def _read_rest(spec: TensorSpec, reader: Reader, is_alpha: bool) -> torch.Tensor
 
 
 def _read_steps(layout: Layout, reader: Reader) -> dict[str, float]:
-    names = [s.name for s in layout if s.kind in coded_kinds("dithered")]
+    names = [s.name for s in layout if s.kind in ROUNDINGS["dithered"].kinds]
     values = np.frombuffer(reader.take(4 * len(names), "steps"), dtype="<f4")
     steps = {name: float(value) for name, value in zip(names, values, strict=True)}
     for name, step in steps.items():
