@@ -3,9 +3,9 @@
 import copy
 import json
 import logging
-import multiprocessing
-import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +77,7 @@ class Federation:
         self.engine = Engine(folder / "server", clients)
         self.send, self.back = SendModel(settings={"seed": 1} | settings), ReceiveUpdate()
         self.sites: dict[str, tuple[Engine, ReceiveModel, SendUpdate]] = {}
-        (folder / "server" / job).mkdir(parents=True)
+        (folder / "server" / job).mkdir(parents=True, exist_ok=True)
 
     def at_server(self, site: str) -> FLContext:
         return context(self.engine, self.job, "server", site)
@@ -260,20 +260,25 @@ def test_a_client_that_is_killed_in_its_task_heals_too(fed: Federation) -> None:
     when a client's process dies, so that this cannot be seen there.)"""
     start = model()
     fed.update("site-1", fed.reply("site-1", moved(fed.receive("site-1", fed.message("site-1", start)))))
-    message = fed.message("site-1", moved(start), round=1)
-    process = multiprocessing.get_context("fork").Process(target=receive_and_die, args=(fed, message))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    second = moved(start)
+    from_shareable(fed.message("site-1", second, round=1)).data[MESSAGE].tofile(fed.folder / "message")
+    done = subprocess.run([sys.executable, "-c", RECEIVE_AND_DIE, __file__, fed.folder], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     fed.restart("site-1")
-    received = fed.receive("site-1", fed.message("site-1", moved(start), round=1))
+    received = fed.receive("site-1", fed.message("site-1", second, round=1))
     assert fed.rows[-1]["resent"].keys() == {"site-1"}
     assert fed.update("site-1", fed.reply("site-1", moved(received))).data["steps"] == 5
 
 
-def receive_and_die(fed: Federation, message: Shareable) -> None:
-    fed.receive("site-1", message)
-    os.kill(os.getpid(), signal.SIGKILL)
+RECEIVE_AND_DIE = """
+import os, signal, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+from test_nvflare import *
+message = {MESSAGE: np.fromfile(Path(sys.argv[2]) / "message", np.uint8)}
+task = DXO(DataKind.WEIGHTS, message, {"a": 1, MESSAGE: "numpy"}).to_shareable()
+Federation(Path(sys.argv[2])).receive("site-1", task)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_a_server_that_cannot_send_the_whole_model_is_an_error_that_says_so(fed: Federation) -> None:
