@@ -361,9 +361,11 @@ def test_models_and_differences_are_never_mixed_in_one_average(fed: Federation) 
 
 def test_a_late_result_is_left_out(fed: Federation, logged: pytest.LogCaptureFixture) -> None:
     late = fed.reply("site-1", moved(fed.receive("site-1", fed.message("site-1", model()))))
-    fed.message("site-1", model(1), round=1)
+    fed.message("site-2", second := model(1), round=1)
+    assert not fed.update("site-1", late).data  # it has not even asked for its next task
+    fed.message("site-1", second, round=1)
     assert not fed.update("site-1", late).data
-    assert "'site-1'" in logged.text and "another round" in logged.text
+    assert logged.text.count("client 'site-1'") == 2 and "another round" in logged.text
 
 
 def test_other_content_passes_untouched(fed: Federation) -> None:

@@ -71,9 +71,8 @@ def _peer(fl_ctx: FLContext) -> str:
 
 def _array(message: bytes, kind: str = "numpy") -> Any:
     """A message as what FLARE carries: an array like those of the model, so that streaming finds what it expects."""
-    return (
-        np.frombuffer(message, np.uint8) if kind == "numpy" else torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    )
+    array = np.frombuffer(bytearray(message), np.uint8)
+    return array if kind == "numpy" else torch.from_numpy(array)
 
 
 def _bytes(array: Any) -> bytes:
@@ -101,9 +100,9 @@ class _Server:
         self.link = self.make()
         self.clients = clients
         self.task: tuple[Any, ...] = ()
-        self.coded: set[str] = set()  # clients that were sent a message in this round: they must answer with one
+        self.coded: set[str] = set()  # clients that were sent a message last: they must answer with one
+        self.answered: set[str] = set()  # in this round
         self.accepted: set[str] = set()
-        self.answered: set[str] = set()
         self.kind = ""  # what is handed on in this round, models or changes: an average must not mix them
         self.rows: list[dict[str, Any]] = []  # of each round: bytes by client, and of the model as FLARE would send it
         self.lock = threading.RLock()
@@ -111,6 +110,7 @@ class _Server:
     def message(self, client: str, task: tuple[Any, ...], arrays: Mapping[str, Any], connected: int) -> bytes:
         """What to send to a client. Asked again, the same."""
         with self.lock:
+            self.coded.discard(client)  # until there is a message
             model = next(iter(arrays.values()))  # of one task all clients are given the same arrays
             if self.link.round is None or self.task[:-1] != task or self.task[-1] is not model:
                 self._open(client, arrays, self.clients or connected)
@@ -121,7 +121,7 @@ class _Server:
             return message
 
     def _open(self, client: str, arrays: Mapping[str, Any], expected: int) -> None:
-        self.task, self.coded, self.accepted, self.answered, self.kind = (), set(), set(), set(), ""
+        self.task, self.answered, self.accepted, self.kind = (), set(), set(), ""
         try:
             self.link.open(_as_before(self.link, arrays), [client], expected=expected)
         except QuantizationError:  # other tensors than in the rounds before, as after `exclude_vars`
@@ -151,6 +151,13 @@ class _Server:
                 assert round is not None
                 update = self._less(update, round.model if round.wires[client].preserve else round.sent(client))
             return DXO(self.kind, update)
+
+    def answers(self, client: str) -> bool:
+        """Whether a result of this client must be a message."""
+        with self.lock:
+            if self.link.round is not None and client in self.link.round.places:
+                self.answered.add(client)
+            return client in self.coded
 
     def nothing(self, kind: str) -> DXO:
         """In place of a result that cannot be used: no data, which FLARE leaves out.
@@ -205,9 +212,8 @@ class SendModel(DXOFilter):
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         client, engine = _peer(fl_ctx), fl_ctx.get_engine()
-        task = tuple(
-            map(shareable.get_header, (ReservedHeaderKey.TASK_NAME, "current_round", ReservedHeaderKey.MSG_ROOT_ID))
-        )
+        header = shareable.get_header
+        task = header(ReservedHeaderKey.TASK_NAME), header("current_round"), header(ReservedHeaderKey.MSG_ROOT_ID)
         try:
             server = _of_job(fl_ctx, "server", lambda: self._start(engine))
             message = server.message(client, task, dxo.data, len(engine.get_clients()))
@@ -255,9 +261,8 @@ class ReceiveUpdate(DXOFilter):
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         client, server = _peer(fl_ctx), _of_job(fl_ctx, "server")
-        if server is None or client not in server.coded:
+        if server is None or not server.answers(client):
             return shareable  # what was sent plain may come back plain
-        server.answered.add(client)
         content = shareable.get(_DXO)
         kind = content.get("kind") if isinstance(content, dict) else None
         if shareable.get_return_code() != ReturnCode.OK or kind == DataKind.METRICS:
@@ -315,9 +320,7 @@ class ReceiveModel(DXOFilter):
         try:
             model = client.link.receive(_bytes(dxo.data[MESSAGE]))
         except LostReference:
-            self.log_warning(
-                fl_ctx, "fedfp8: the model received last is lost or not the one meant; asking for it whole"
-            )
+            self.log_warning(fl_ctx, "fedfp8: the model this one is coded given is not here; asking for it whole")
             model = client.link.receive(self._whole(fl_ctx))
         return _with_data(dxo, model)
 
