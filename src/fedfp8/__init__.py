@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the table below once more, as type checkers and editors read it
     from fedfp8 import flower as flower
+    from fedfp8 import nvflare as nvflare
     from fedfp8.errors import ConfigError as ConfigError
     from fedfp8.errors import DataError as DataError
     from fedfp8.errors import Fedfp8Error as Fedfp8Error
