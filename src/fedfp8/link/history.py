@@ -51,9 +51,9 @@ class History:
         self.root = root  # of all seeds
         self.entries: dict[int, Entry] = {}
         self.folder = folder or Path(tempfile.mkdtemp(prefix="fedfp8-history-"))
-        if folder is None:  # goes with the history
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if folder is None:  # goes with this object, or with the process
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._models: dict[int, State] = {}
         self._sent: dict[tuple[int, Wire, int], State] = {}
         self._lock = threading.RLock()
