@@ -2,8 +2,9 @@
 
     python benchmarks/bench_nvflare.py [--rounds 10] [--only fedfp8]
 
-Needs the extra `nvflare`, and bitsandbytes, which FLARE's filters import. All rows run FLARE's FedAvg recipe in its simulator: 2 sites, the same data, the same first
-model. Bytes are those of all arrays in the messages as they leave the server and as they reach it, headers not counted.
+Needs the extra `nvflare`, and bitsandbytes, which FLARE's filters import. All rows run FLARE's FedAvg recipe in its
+simulator: 2 sites, the same data, the same first model. Bytes are those of all arrays in the messages as they leave the
+server and as they reach it, headers not counted.
 """
 
 import argparse
