@@ -20,7 +20,7 @@ ORDER = [
     {"nn", "wire", "data", "models"},
     {"packing", "link"},
     {"fl"},
-    {"flower", "paper"},
+    {"flower", "nvflare", "paper"},
     {"bench"},
     {"cli"},
 ]
@@ -207,6 +207,7 @@ print("ok")
         ("data", "from fedfp8.data.manage import fetch; fetch('cifar10')"),
         ("plots", "from fedfp8.paper.plots import new_figure; new_figure(1, 1)"),
         ("flower", "import fedfp8; fedfp8.flower"),
+        ("nvflare", "import fedfp8; fedfp8.nvflare"),
     ],
 )
 def test_what_is_missing_names_its_extra(extra: str, code: str) -> None:
@@ -220,4 +221,4 @@ def test_what_is_missing_names_its_extra(extra: str, code: str) -> None:
 def test_every_extra_that_an_error_names_exists() -> None:
     text = "".join(path.read_text() for path in modules())
     named = set(re.findall(r'extra\("(\w+)"\)', text)) | set(re.findall(r"fedfp8\[(\w+)\]", text))
-    assert {"data", "digits", "flower", "plots"} <= named <= set(PROJECT["optional-dependencies"])
+    assert {"data", "digits", "flower", "nvflare", "plots"} <= named <= set(PROJECT["optional-dependencies"])
