@@ -160,16 +160,18 @@ def distribution(requirement: str) -> str:
 
 
 INSTALLED = {distribution(name) for names in packages_distributions().values() for name in names}
-BLOCKED = """
+BLOCKED = '''
 import sys
+from importlib.machinery import PathFinder
 
-class Blocked:
+class Installed:
+    """Finds nothing for what is blocked, as if it were not there: torch also asks whether a package is."""
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.partition(".")[0])
+        return None if name.partition(".")[0] in {blocked} else PathFinder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Blocked())
-"""
+sys.meta_path = [Installed() if finder is PathFinder else finder for finder in sys.meta_path]
+'''
 
 
 def core_only(code: str) -> subprocess.CompletedProcess[str]:
