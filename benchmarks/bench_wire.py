@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from fedfp8.fl.links import downlink, quantize_down
 
 from fedfp8 import E4M3, Format, quantize, wire
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.federation import build
-from fedfp8.fl.links import downlink, quantize_down
 from fedfp8.fl.local import learning_rate, local_update
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
@@ -62,7 +62,7 @@ def synthetic(n: int, seed: int = 0) -> Iterator[tuple[str, QuantState, State]]:
 
 def entropy(plan: codec.Plan, codes: np.ndarray, dice: bool = True) -> tuple[float, float]:
     """(plain, corrected) empirical entropy, in bits for the whole tensor."""
-    predictor = steps.Predictor(plan, plan.reference, dice)
+    predictor = steps.Predictor(plan, plan.references[0] if plan.references else None, dice)
     contexts, moves = [], []
     for piece in stream.pieces(plan.size):
         pred, ctx = predictor(piece.start, piece.stop)
@@ -86,7 +86,7 @@ def entropy(plan: codec.Plan, codes: np.ndarray, dice: bool = True) -> tuple[flo
 
 def rates(q: QuantState, reference: State) -> Iterator[dict[str, Any]]:
     """Per coded tensor: bits a weight, entropy, and the share of the allowed excess that is used."""
-    for plan in codec.plans(q, reference):
+    for plan in codec.plans(q, [reference]):
         if plan.empty:
             continue
         codes = q.codes[plan.name].numpy()
@@ -172,7 +172,7 @@ def main() -> None:
     for name, q, reference in real_pairs(args.run) if args.run else synthetic(args.elements):
         for row in rates(q, reference):
             if args.run is None:
-                row.update(speed(next(codec.plans(q, reference)), q.codes["w"].numpy()))
+                row.update(speed(next(codec.plans(q, [reference])), q.codes["w"].numpy()))
             rows.append({"pair": name, **row})
     if args.run is None:
         rows.append({"pair": "static, one byte a symbol", **static_speed(next(synthetic(args.elements))[1])})

@@ -3,9 +3,9 @@
     python fuzz/fuzz_decode.py fuzz/corpus -max_total_time=600       (needs: pip install atheris)
     python fuzz/fuzz_decode.py --seed-corpus fuzz/corpus             valid payloads to start from
 
-The first byte chooses the layout (with or without the receiver's, with or without a reference); the checksum is made
-valid before decoding, since a fuzzer would never find one and the code behind it is what is to be tested. Whatever
-decodes must encode again to an equal state.
+The first byte chooses the layout (with or without the receiver's, with or without references); fingerprints and the
+checksum are made valid before decoding, since a fuzzer would never find them and the code behind them is what is to be
+tested. Both versions of the format are met. Whatever decodes must encode again to an equal state.
 """
 
 import sys
@@ -32,58 +32,68 @@ from fedfp8.model.state import State, quantize_state
 from wire_cases import assert_same, small_model, small_state
 
 LAYOUTS = [small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130)]
-REFERENCES = [small_state(layout) for layout in LAYOUTS]
+REFERENCES = [[small_state(layout, i, 0.5 * i) for i in range(3)] for layout in LAYOUTS]
 
 
-def parts(data: bytes) -> tuple[Layout | None, State | None, bytes]:
+def parts(data: bytes) -> tuple[Layout | None, list[State], bytes]:
     choice = data[0] if data else 0
-    layout, reference = LAYOUTS[choice % 4 % 3], REFERENCES[choice % 4 % 3]
-    return (None if choice & 64 else layout), (None if choice & 128 else reference), data[1:]
+    layout, references = LAYOUTS[choice % 4 % 3], REFERENCES[choice % 4 % 3]
+    return (None if choice & 64 else layout), ([] if choice & 128 else references), data[1:]
 
 
-def patched(payload: bytes, layout: Layout | None, reference: State | None) -> bytes:
+def patched(payload: bytes, layout: Layout | None, references: list[State]) -> bytes:
     """Fingerprints and checksum made right where the header has room for them, so that decoding gets past them."""
     body = bytearray(payload)
-    if len(body) >= 30:
-        body[:5] = container.MAGIC + bytes([container.VERSION])
+    if len(body) >= 49:
+        version = 1 + body[4] % 2
+        start = 6 if version == 1 else 9  # of the layout fingerprint
+        body[:5] = container.MAGIC + bytes([version])
         body[5] &= 15
-        body[21] &= 127
+        body[start + 15] &= 127
         if layout is not None:
-            body[6:14] = layout.fingerprint
-        if body[5] & container.HAS_REFERENCE and reference is not None:
-            body[22:30] = reference.fingerprint
+            body[start : start + 8] = layout.fingerprint
+        if references:
+            for i in range(body[5] & (1 if version == 1 else 3)):
+                body[start + 16 + 8 * i : start + 24 + 8 * i] = references[i].fingerprint
     return container.seal(bytes(body))
 
 
 def one_input(data: bytes) -> None:
-    layout, reference, rest = parts(data)
-    for payload in (rest, patched(rest, layout, reference)):
+    layout, references, rest = parts(data)
+    for payload in (rest, patched(rest, layout, references)):
         try:
             wire.inspect(payload, layout)
         except WireFormatError:
             pass
         try:
-            q = wire.decode(payload, layout, reference=reference)
+            q = wire.decode(payload, layout, references=references)
         except WireFormatError:
             continue
-        given = reference if q.layout == layout else None
-        assert_same(wire.decode(wire.encode(q, reference=given), q.layout, reference=given), q)
+        given = references if q.layout == layout else []
+        assert_same(wire.decode(wire.encode(q, references=given), q.layout, references=given), q)
 
 
 def write_seeds(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for index, layout in enumerate(LAYOUTS):
-        new = small_state(layout, 1, 0.05)
+        near, far = small_state(layout, 1, 0.05), REFERENCES[index][2]
+        new = State(layout, {**near.tensors, "net.bias": far["net.bias"] + 0.01})  # nearest to the first and the third
         for rounding in ("none", "nearest", "stochastic", "dithered"):
-            q = quantize_state(new, seed=5, rounding=rounding, step=0.3 if rounding == "dithered" else None)
-            for name, reference, options in (
-                ("reference", REFERENCES[index], {}),
-                ("alone", None, {"with_layout": True}),
-                ("raw", None, {"lossless": False}),
-            ):
-                payload = wire.encode(q, reference=reference, **options)[: -container.CHECKSUM]
-                choice = index + (64 if options.get("with_layout") else 0)
-                (folder / f"{index}-{rounding}-{name}").write_bytes(bytes([choice]) + payload)
+            dithered = rounding == "dithered"
+            for strata in (1, 7) if dithered else (1,):
+                where = {"place": strata - 1, "strata": strata, "change": strata > 1}
+                q = quantize_state(new, seed=5, rounding=rounding, step=0.3 if dithered else None, **where)
+                for name, references, options in (
+                    ("reference", REFERENCES[index][:1], {}),
+                    ("references", REFERENCES[index], {}),
+                    ("alone", [], {"with_layout": True}),
+                    ("raw", [], {"lossless": False}),
+                ):
+                    payload = wire.encode(q, references=references, **options)[: -container.CHECKSUM]
+                    # `patched` writes the version from the parity of this byte
+                    payload = payload[:4] + bytes([payload[4] - 1]) + payload[5:]
+                    choice = index + (64 if options.get("with_layout") else 0)
+                    (folder / f"{index}-{rounding}-{strata}-{name}").write_bytes(bytes([choice]) + payload)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from fedfp8.fl import Config, preset
-from fedfp8.fl.broadcast import Server
 from fedfp8.fl.client import Reply, Task
 from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.pool import Executor
-from fedfp8.fl.simulate import Record, run_round
-from fedfp8.fl.store import ModelStore
+from fedfp8.fl.simulate import Record, Server, run_round
+from fedfp8.fl.wires import server_link
+from fedfp8.link import ServerLink
 from fedfp8.nn import state_of
 
 TINY = {
@@ -74,17 +74,24 @@ class Inline:
         return reply
 
 
-def start(config: Config, folder: Path, federation: Federation | None = None) -> tuple[Federation, Server, ModelStore]:
+def start(config: Config, folder: Path, federation: Federation | None = None) -> tuple[Federation, Server, ServerLink]:
     federation = federation or build(config)
-    return federation, Server(0, state_of(federation.network(config))), ModelStore(folder)
+    initial = state_of(federation.network(config))
+    return federation, Server(0, initial), server_link(config, federation, initial, folder)
+
+
+def first_task(server: Server, link: ServerLink, client: int, cohort: tuple[int, ...] = ()) -> Task:
+    """What `client` is told in round 1."""
+    round = link.open(server.state, cohort or (client,))
+    return Task(1, client, round.payload(client), round.orders(client))
 
 
 def rounds_with(
-    workers: Inline, config: Config, federation: Federation, server: Server, store: ModelStore, count: int
+    workers: Inline, config: Config, federation: Federation, server: Server, link: ServerLink, count: int
 ) -> tuple[Server, list[Record]]:
     records = []
     for _ in range(count):
-        server, record = run_round(server, config, federation, workers, store)
+        server, record = run_round(server, config, federation, workers, link)
         records.append(record)
     return server, records
 

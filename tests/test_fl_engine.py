@@ -15,6 +15,8 @@ import fedfp8
 from fedfp8.errors import RunError
 from fedfp8.fl import resume
 from fedfp8.fl.checkpoint import RunFolder
+from fedfp8.fl.federation import from_tensors
+from fedfp8.fl.local import local_update
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.simulate import run_round
 from fedfp8.wire import header
@@ -34,6 +36,36 @@ def test_history_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
         assert comparable(other.rounds) == comparable(first.rounds)
         assert other.state.fingerprint == first.state.fingerprint
     assert (tmp_path / "0/config.toml").read_bytes() == (tmp_path / "2/config.toml").read_bytes()
+
+
+class Single(torch.nn.Linear):
+    """A layer that works with one thread only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.get_num_threads() != 1:
+            raise RuntimeError(f"{torch.get_num_threads()} threads")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_and_evaluation_take_one_thread_wherever_they_happen(workers: int, tmp_path: Path) -> None:
+    """Then float sums, and all that follows from them, do not depend on the number of cores. The caller's stays."""
+    torch.set_num_threads(3)
+    config = tiny("fp32", 1, clients__fraction=1.0)
+    history = fedfp8.run(config, model=Single(5, 3), clients=own_data(), test=own_data(1)[0], workers=workers)
+    assert history.rounds[-1]["rejected"] == [] and torch.get_num_threads() == 3
+    local_update(Single(5, 3), from_tensors(config, Single(5, 3), own_data(), own_data(1)[0]), 0, config.local, 0.1,
+                 torch.Generator())  # fmt: skip
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_history_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+    config = tiny("uq", 2, local__batch_size=40)
+    torch.set_num_threads(1)
+    alone = fedfp8.run(config)
+    torch.set_num_threads(threads)
+    assert comparable(fedfp8.run(config).rounds) == comparable(alone.rounds)
 
 
 def test_history_follows_from_the_seed() -> None:
@@ -57,11 +89,12 @@ class Killer(Pool):
 
 def test_killing_a_worker_in_mid_round_changes_nothing_but_a_note(tmp_path: Path) -> None:
     config = tiny("uq", local__steps=5)
-    federation, server, store = start(config, tmp_path / "calm")
-    wanted, record = run_round(server, config, federation, Inline(config, federation, tmp_path / "calm"), store)
-    federation, server, store = start(config, tmp_path / "disturbed")
+    federation, server, link = start(config, tmp_path / "calm")
+    with Pool(config, federation, tmp_path / "calm", 0) as pool:
+        wanted, record = run_round(server, config, federation, pool, link)
+    federation, server, link = start(config, tmp_path / "disturbed")
     with Killer(config, federation, tmp_path / "disturbed", 1) as pool:
-        found, disturbed = run_round(server, config, federation, pool, store)
+        found, disturbed = run_round(server, config, federation, pool, link)
         assert len(pool.notes) == 1 and "worker 0 died (exit code -9) during client" in pool.notes[0]
     assert found.state.fingerprint == wanted.state.fingerprint
     assert (disturbed.digest_up, disturbed.bytes_up, disturbed.rejected) == (record.digest_up, record.bytes_up, [])
@@ -111,7 +144,10 @@ def test_the_lossless_stage_and_the_cache_change_bytes_only(method: str) -> None
     short = fedfp8.run(tiny(method, 4, wire__history=1))
     assert models(full.rounds) == models(raw.rounds) == models(stateless.rounds) == models(short.rounds)
     down = [sum(line["bytes_down"] for line in h.rounds) for h in (full, short, stateless, raw)]
-    assert down == sorted(down) and down[0] < down[2] < down[3]
+    if method == "dq":  # after four rounds the shared start is the better reference still: the cache brings nothing yet
+        assert max(down[:3]) < 1.01 * min(down[:3]) < down[3]
+    else:
+        assert down == sorted(down) and down[0] < down[2] < down[3]
     up = [sum(line["bytes_up"] for line in h.rounds) for h in (full, stateless, raw)]
     assert up[0] == up[1] < up[2]
     assert "cache" not in stateless.rounds[-1]
@@ -120,9 +156,9 @@ def test_the_lossless_stage_and_the_cache_change_bytes_only(method: str) -> None
 def test_bytes_are_the_lengths_of_payloads(tmp_path: Path) -> None:
     for method in ("fp32", "dq"):
         config = tiny(method)
-        federation, server, store = start(config, tmp_path / method)
+        federation, server, link = start(config, tmp_path / method)
         workers = Inline(config, federation, tmp_path / method)
-        _, records = rounds_with(workers, config, federation, server, store, 2)
+        _, records = rounds_with(workers, config, federation, server, link, 2)
         assert sum(r.bytes_down for r in records) == sum(map(len, workers.down))
         assert sum(r.bytes_up for r in records) == sum(map(len, workers.up))
         history = fedfp8.run(tiny(method, 2))
@@ -132,30 +168,31 @@ def test_bytes_are_the_lengths_of_payloads(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_the_cache_is_bounded_and_reported(tmp_path: Path) -> None:
-    for history, most in ((1, 1), (2, 2), (40, 6)):  # six clients hold at most six models
+    for history, most in ((1, 1), (2, 2), (40, 6)):  # six rounds have six models
         run = fedfp8.run(tiny("uq", 6, wire__history=history), out=tmp_path / str(history))
-        kept = list((tmp_path / str(history) / "checkpoint/sent").iterdir())
+        kept = list((tmp_path / str(history) / "checkpoint/models").iterdir())
         assert 1 <= len(kept) <= most
         cache = run.rounds[-1]["cache"]
         assert cache["server_bytes"] == sum(path.stat().st_size for path in kept)
         assert cache["client_bytes"] == sum(t.numel() * t.element_size() for t in run.state.values())
         assert run.summary["cache"] == cache
         saved = json.loads((tmp_path / str(history) / "checkpoint/state.json").read_text())
-        assert {f"{f}.safetensors" for f in saved["sent"]} == {path.name for path in kept}
-        assert set(saved["received"].values()) == set(saved["sent"])
+        numbers = {entry[0] for entry in saved["link"]["entries"]}
+        assert {f"model-{n:08d}.safetensors" for n in numbers} == {path.name for path in kept}
+        assert {number for _, number, _ in saved["link"]["held"]} <= numbers
 
 
 def test_a_client_that_failed_gets_its_next_model_without_a_reference(tmp_path: Path) -> None:
     """It may have lost what it had: coded against that, it would fail in every round to come."""
     config = tiny("uq", clients__fraction=1.0)
-    federation, server, store = start(config, tmp_path)
+    federation, server, link = start(config, tmp_path)
     workers = Inline(config, federation, tmp_path)
-    server, _ = rounds_with(workers, config, federation, server, store, 1)
-    assert set(server.received) == set(range(6))
+    server, _ = rounds_with(workers, config, federation, server, link, 1)
+    assert set(link.held) == set(range(6))
     workers.changed = lambda task, reply: type(reply)(2, error="lost") if task.client == 2 else reply
-    server, _ = rounds_with(workers, config, federation, server, store, 1)
-    assert set(server.received) == {0, 1, 3, 4, 5}
-    rounds_with(workers, config, federation, server, store, 1)
+    server, _ = rounds_with(workers, config, federation, server, link, 1)
+    assert set(link.held) == {0, 1, 3, 4, 5}
+    rounds_with(workers, config, federation, server, link, 1)
     assert [header(p).reference_fingerprint is None for p in workers.down[-6:]] == [k == 2 for k in range(6)]
 
 
@@ -194,17 +231,17 @@ def test_a_crash_at_every_step_of_a_checkpoint(where: str, round: int, tmp_path:
 
     target, name = {
         "model": (checkpoint, "write_state"), "history": (checkpoint.json, "dumps"),
-        "state": (checkpoint, "write_atomic"), "clean": (checkpoint.ModelStore, "keep_only"),
+        "state": (checkpoint, "write_atomic"), "clean": (fedfp8.link.history.History, "clean"),
     }[where]  # fmt: skip
     original, save = getattr(target, name), RunFolder.save
 
     def crash(*_, **__):
         raise Crash
 
-    def crashing_save(self, server, line):
+    def crashing_save(self, server, link, line):
         if server.round == round:
             monkeypatch.setattr(target, name, crash)
-        save(self, server, line)
+        save(self, server, link, line)
 
     monkeypatch.setattr(RunFolder, "save", crashing_save)
     with pytest.raises(Crash):
@@ -227,7 +264,7 @@ def test_ctrl_c_finishes_the_round_and_says_how_to_resume(tmp_path: Path) -> Non
     process = command("run", "--json", "--rounds", str(ROUNDS), "--workers", "1", "--out", str(folder), *SLOW)
     lines = [process.stdout.readline() for _ in range(2)]
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=600)
     lines += rest.splitlines()
     assert process.returncode == 130, errors
     assert "finishing this round" in errors and f"fedfp8 resume {folder}" in errors and "Traceback" not in errors
@@ -250,21 +287,21 @@ def kill_at_random(random_: random.Random, *arguments: str, alone: bool) -> None
         time.sleep(random_.uniform(0, 8))
     if alone:
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(600)
         wait_for_the_end_of(process.pid)
     else:
         os.killpg(process.pid, signal.SIGKILL)
-    assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert "Traceback" not in process.communicate(timeout=600)[1]
 
 
 def wait_for_the_end_of(group: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < until:
             os.killpg(group, 0)
             time.sleep(0.05)
         os.killpg(group, signal.SIGKILL)
-        pytest.fail("a worker is still there a minute after its server was killed")
+        pytest.fail("a worker is still there ten minutes after its server was killed")
 
 
 def interrupted_run(folder: Path, kills: int, seed: int, method: str) -> None:

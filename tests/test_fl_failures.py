@@ -83,16 +83,18 @@ def spoilers(good: dict[int, Reply]) -> dict[str, Reply]:
 def test_unusable_updates_leave_the_mean_untouched(method: str, tmp_path: Path) -> None:
     """Whatever client 1 sends, the result is the same as if it had reported an error."""
     config = tiny(method, **ALL)
-    federation, server, store = start(config, tmp_path)
+    federation, server, link = start(config, tmp_path)
     workers = Inline(config, federation, tmp_path)
     good: dict[int, Reply] = {}
     workers.changed = lambda task, reply: good.setdefault(task.client, reply)
-    undisturbed, _ = rounds_with(workers, config, federation, server, store, 1)
+    undisturbed, _ = rounds_with(workers, config, federation, server, link, 1)
+    after_one = link.meta()
     earlier = good[1]
     results, reasons = {}, {}
     for name, bad in spoilers(good).items():
         workers.changed = lambda task, reply, bad=bad: bad if task.client == 1 else reply
-        after, (record,) = rounds_with(workers, config, federation, server, store, 1)
+        _, _, link = start(config, tmp_path / name, federation)
+        after, (record,) = rounds_with(workers, config, federation, server, link, 1)
         results[name] = after.state.fingerprint
         assert [r["client"] for r in record.rejected] == [1], name
         reasons[name] = record.rejected[0]["reason"]
@@ -101,8 +103,10 @@ def test_unusable_updates_leave_the_mean_untouched(method: str, tmp_path: Path) 
     assert reasons["error"] == "out of battery" and "another round, client or run" in reasons["other client"]
     assert "layout fingerprint" in reasons["other model"]
     # A message of an earlier round, replayed
+    _, _, link = start(config, tmp_path, federation)
+    link.load_meta(after_one)
     workers.changed = lambda task, reply: earlier if task.client == 1 else reply
-    _, (record,) = rounds_with(workers, config, federation, undisturbed, store, 1)
+    _, (record,) = rounds_with(workers, config, federation, undisturbed, link, 1)
     assert [r["client"] for r in record.rejected] == [1]
 
 
@@ -230,7 +234,7 @@ def test_a_damaged_model_is_found(tmp_path: Path) -> None:
 
 
 def test_a_damaged_reference_is_found(tmp_path: Path) -> None:
-    for path in (unfinished(tmp_path) / "sent").iterdir():
+    for path in (unfinished(tmp_path) / "models").iterdir():
         data = path.read_bytes()
         path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
     with pytest.raises(RunError, match="is damaged: its values are not those saved"):

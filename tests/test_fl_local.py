@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,14 @@ import torch
 from torch import nn
 
 import fedfp8
-from fedfp8.fl.broadcast import Broadcast
-from fedfp8.fl.client import Client, Task
+from fedfp8.fl.client import Client
 from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.federation import Federation, from_tensors
-from fedfp8.fl.links import downlink, receive_down, receive_up, uplink
 from fedfp8.fl.local import learning_rate, local_update, minibatches
 from fedfp8.fl.simulate import run_round, sample
 from fedfp8.fp8 import Format, quantize
-from fedfp8.rng import derive_seed
 from fedfp8.wire import header
-from fl_tools import Inline, own_data, rounds_with, start, tiny
+from fl_tools import Inline, first_task, own_data, rounds_with, start, tiny
 
 
 def federation_of(config: Config, model: nn.Module | None = None) -> Federation:
@@ -51,7 +49,7 @@ PLAIN = LocalConfig(weight_decay=0.0, epochs=10, batch_size=4)
 
 def test_fedprox_pulls_towards_what_was_received() -> None:
     distances = [moved(replace(PLAIN, prox=mu)) for mu in (0.0, 0.1, 1.0, 5.0)]
-    assert distances == sorted(distances, reverse=True) and distances[-1] < 0.3 * distances[0]
+    assert all(far > near for far, near in pairwise(distances))
 
 
 def test_fedprox_is_the_gradient_of_its_term() -> None:
@@ -60,13 +58,17 @@ def test_fedprox_is_the_gradient_of_its_term() -> None:
     w0, plain = trained(local)
     _, proximal = trained(replace(local, prox=mu))
     _, one_step = trained(replace(local, epochs=1))
-    assert torch.allclose(proximal, plain - lr * mu * (one_step - w0), atol=1e-6)
+    # Both sides are made of fewer than eight roundings of numbers below 1, each off by at most 2**-25
+    torch.testing.assert_close(proximal, plain - lr * mu * (one_step - w0), rtol=0, atol=8 * 2**-25)
 
 
 def test_clip_norm_bounds_every_step() -> None:
     local = replace(PLAIN, epochs=0, steps=5)
     free = moved(local)
-    assert moved(replace(local, clip_norm=0.01)) <= 5 * local.lr * 0.01 * (1 + 1e-5) < free
+    before, after = trained(replace(local, clip_norm=0.01))
+    # Five steps of at most lr * 0.01, and five roundings of each weight (below 1: 2**-25)
+    most = 5 * local.lr * 0.01 + 5 * 2**-25 * before.numel() ** 0.5
+    assert float((after - before).double().norm()) <= most < free
     assert moved(replace(local, clip_norm=1e6)) == free
 
 
@@ -80,21 +82,24 @@ def test_weight_decay_leaves_ranges_alone() -> None:
     local = LocalConfig(weight_decay=0.5, epochs=0, steps=1, batch_size=12)
     local_update(model, federation, 0, local, 0.1, torch.Generator().manual_seed(0))
     after = dict(model.named_parameters())
-    assert torch.allclose(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.5), atol=1e-6)
+    # Three roundings here and one there, of numbers below 2
+    torch.testing.assert_close(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.5), rtol=0, atol=4 * 2**-24)
     assert torch.equal(after["0.alpha"], before["0.alpha"])
 
 
 def test_optimizers_differ_and_start_afresh_in_every_round(tmp_path: Path) -> None:
     assert moved(replace(PLAIN, optimizer="adamw", lr=0.01)) != moved(replace(PLAIN, lr=0.01))
-    # AdamW's first step is the learning rate for every weight with a gradient, whatever the gradient
+    # AdamW's first step is lr * g / (|g| + 1e-8): the learning rate, whatever the gradient, or 0 (a closed ReLU).
+    # The gradients here are above 1e-6, which is 1 % less at most; a weight below 2 rounds by 2**-24.
     before, after = trained(replace(PLAIN, optimizer="adamw", lr=0.01, epochs=0, steps=1))
     steps = (after - before).abs()
-    assert float(steps.max()) <= 0.01 * 1.001 and float((steps > 0.0099).float().mean()) > 0.5
+    moving = steps[steps > 0]
+    assert len(moving) and float(moving.min()) > 0.0099 and float(moving.max()) <= 0.01 + 2**-24 + 1e-9
     config = tiny("dq", local__optimizer="adamw", local__lr=0.01, local__momentum=0.0)
-    federation, server, store = start(config, tmp_path, federation_of(config))
-    client = Client(config, federation, store)
-    payload = Broadcast(config, server, store).payload(downlink(config, "E4M3"), 0)
-    first, second = client.train(Task(1, 0, payload)), client.train(Task(1, 0, payload))
+    federation, server, link = start(config, tmp_path, federation_of(config))
+    client = Client(config, federation, lambda _: None)
+    task = first_task(server, link, 0)
+    first, second = client.train(task), client.train(task)
     assert first.payload == second.payload
 
 
@@ -102,15 +107,15 @@ def test_optimizers_differ_and_start_afresh_in_every_round(tmp_path: Path) -> No
 def test_a_client_leaves_nothing_behind_for_the_next(settings: dict, tmp_path: Path) -> None:
     """Client 1 sends the same bytes whether or not client 0 (or a failing task) trained before it in this process."""
     config = tiny("uq", **settings)
-    federation, server, store = start(config, tmp_path, federation_of(config))
-    payload = Broadcast(config, server, store).payload(downlink(config, "E4M3"), 1)
-    alone = Client(config, federation, store).train(Task(1, 1, payload))
-    busy = Client(config, federation, store)
-    busy.train(Task(1, 0, payload))
+    federation, server, link = start(config, tmp_path, federation_of(config))
+    task = first_task(server, link, 1, (0, 1, 2))
+    alone = Client(config, federation, lambda _: None).train(task)
+    busy = Client(config, federation, lambda _: None)
+    busy.train(replace(task, client=0))
     federation.train_x[federation.parts[2]] = float("nan")
     with pytest.raises(fedfp8.errors.QuantizationError):
-        busy.train(Task(1, 2, payload))
-    assert busy.train(Task(1, 1, payload)).payload == alone.payload
+        busy.train(replace(task, client=2))
+    assert busy.train(task).payload == alone.payload
 
 
 def test_equal_payloads_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +123,12 @@ def test_equal_payloads_are_decoded_once(tmp_path: Path, monkeypatch: pytest.Mon
     from fedfp8.fl import client
 
     decoded: list[bytes] = []
-    monkeypatch.setattr(client, "receive_down", lambda p, *rest: decoded.append(p) or receive_down(p, *rest))
+    original = client.read_message
+    monkeypatch.setattr(client, "read_message", lambda p, *rest: decoded.append(p) or original(p, *rest))
     config = tiny("uq", 4, clients__fraction=0.5)
-    federation, server, store = start(config, tmp_path)
+    federation, server, link = start(config, tmp_path)
     workers = Inline(config, federation, tmp_path)
-    rounds_with(workers, config, federation, server, store, 4)
+    rounds_with(workers, config, federation, server, link, 4)
     runs = [p for p, before in zip(workers.down, [b"", *workers.down[:-1]], strict=True) if p != before]
     assert decoded == runs and len(set(runs)) > 4 and len(runs) < len(workers.down)
 
@@ -136,7 +142,8 @@ def test_cosine_decay_over_rounds() -> None:
 
 
 def test_range_learning_rate() -> None:
-    """A range rate of (almost) nothing keeps the ranges where they are; the schedule scales it along."""
+    """A range rate of (almost) nothing keeps the ranges where they are: steps below 1e-9 times a gradient of the order
+    of 1 are under half a unit in the last place of an alpha above 1/8 (2**-28)."""
 
     def alpha(range_lr: float, rate: float = 0.1) -> float:
         config = tiny("uq")
@@ -147,7 +154,7 @@ def test_range_learning_rate() -> None:
         local_update(model, federation, 0, local, rate, torch.Generator().manual_seed(3))
         return abs(model[0].alpha.item() - before)
 
-    assert alpha(0.0) == alpha(0.1) > 1e-4 and alpha(1e-7) < 1e-6
+    assert alpha(0.0) == alpha(0.1) > 0 and alpha(1e-9) == 0
 
 
 def test_epochs_and_steps() -> None:
@@ -173,7 +180,8 @@ def test_sampling() -> None:
     counts = torch.bincount(torch.tensor(cohorts).view(-1), minlength=40)[::2]
     # Each client is in a cohort with probability 0.3: 60 of 200 rounds, deviation 6.5; five of them for 20 clients
     assert float((counts - 60).abs().max()) < 5 * 6.5
-    assert sample(config, [7], 1) == [7] and len({tuple(c) for c in cohorts}) > 150
+    # 200 of 38,760 possible cohorts: 0.5 are expected to come twice; ten and more would come once in 1e10 seeds
+    assert sample(config, [7], 1) == [7] and len({tuple(c) for c in cohorts}) > 190
 
 
 # Formats
@@ -181,33 +189,39 @@ def test_sampling() -> None:
 
 def test_mixed_formats_in_one_run(tmp_path: Path) -> None:
     config = tiny("uq", clients__fraction=1.0, clients__formats="0=FP32,1=E5M2,2=E3M4", wire__lossless=False)
-    federation, server, store = start(config, tmp_path)
+    federation, server, link = start(config, tmp_path)
     workers = Inline(config, federation, tmp_path)
-    after, record = run_round(server, config, federation, workers, store)
+    after, record = run_round(server, config, federation, workers, link)
     assert record.rejected == []
     weights = sum(s.size for s in server.state.layout if s.kind == "fp8")
+    rest = sum(4 * s.size for s in server.state.layout if s.kind != "fp8")
     for sizes in ([len(p) for p in workers.down], [len(p) for p in workers.up]):
-        assert sizes[0] > 4 * weights and all(weights < size < 1.2 * weights for size in sizes[1:])
+        assert sizes[0] == 4 * weights + rest + 30  # header and checksum
+        most = 30 + 4 * len(server.state.layout)  # and modes and lengths
+        assert all(0 < size - weights - rest <= most for size in sizes[1:])
     layouts = [header(p).layout_fingerprint for p in workers.up]
     assert len(set(layouts[1:])) == 3 and layouts[3] == layouts[4] == layouts[5]
     betas = [n for n in after.state if n.endswith("beta")]
     only_fp8 = tiny("uq", clients__fraction=1.0, clients__formats="1=E5M2,2=E3M4")
-    fp8_federation, fp8_server, fp8_store = start(only_fp8, tmp_path / "b")
+    fp8_federation, fp8_server, fp8_link = start(only_fp8, tmp_path / "b")
     reference, _ = run_round(
-        fp8_server, only_fp8, fp8_federation, Inline(only_fp8, fp8_federation, tmp_path / "b"), fp8_store
+        fp8_server, only_fp8, fp8_federation, Inline(only_fp8, fp8_federation, tmp_path / "b"), fp8_link
     )
-    for name in betas:  # the FP32 client has seen no ranges and must not pull them to 0
-        assert float(after.state[name]) == pytest.approx(float(reference.state[name]), rel=0.2)
+    # The FP32 client has seen no ranges. Its zeros would pull them down by its share of the examples, a sixth; leaving
+    # out what it would have seen as an FP8 client must move them by less than half of that
+    share = federation.size(0) / sum(map(federation.size, range(6)))
+    for name in betas:
+        assert float(after.state[name]) == pytest.approx(float(reference.state[name]), rel=share / 2)
 
 
 def test_fp32_clients_train_in_float(tmp_path: Path) -> None:
     """Their update is the one that plain FedAvg would make from the same start: no rounding, no ranges moved."""
     config = tiny("uq", clients__fraction=1.0, clients__formats="FP32")
-    federation, server, store = start(config, tmp_path, federation_of(config))
-    after, _ = run_round(server, config, federation, Inline(config, federation, tmp_path), store)
+    federation, server, link = start(config, tmp_path, federation_of(config))
+    after, _ = run_round(server, config, federation, Inline(config, federation, tmp_path), link)
     plain = tiny("fp32", clients__fraction=1.0)
-    other, plain_server, plain_store = start(plain, tmp_path / "b", federation_of(plain))
-    wanted, _ = run_round(plain_server, plain, other, Inline(plain, other, tmp_path / "b"), plain_store)
+    other, plain_server, plain_link = start(plain, tmp_path / "b", federation_of(plain))
+    wanted, _ = run_round(plain_server, plain, other, Inline(plain, other, tmp_path / "b"), plain_link)
     assert all(torch.equal(after.state[n], wanted.state[n]) for n in wanted.state)
     alphas = [n for n in server.state if n.endswith("alpha")]
     assert all(torch.equal(after.state[n], server.state[n]) for n in alphas)
@@ -215,14 +229,13 @@ def test_fp32_clients_train_in_float(tmp_path: Path) -> None:
 
 def test_a_format_for_each_direction(tmp_path: Path) -> None:
     config = tiny("uq", up__format="E5M2", down__format="E3M4")
-    federation, server, store = start(config, tmp_path)
+    federation, server, link = start(config, tmp_path)
     workers = Inline(config, federation, tmp_path)
-    _, record = run_round(server, config, federation, workers, store)
+    _, record = run_round(server, config, federation, workers, link)
     assert record.rejected == []
-    client, broadcast = record.clients[0], Broadcast(config, server, store)
-    sent = broadcast.sent(downlink(config, "E4M3"))
-    seed = derive_seed(config.seed, "up", 1, client)
-    update = receive_up(workers.up[0], server.state.layout, uplink(config, "E4M3"), sent, seed)
+    client = record.clients[0]
+    again = start(config, tmp_path / "again", federation)[2].open(server.state, record.clients)
+    sent, update = again.sent(client), again.receive(client, workers.up[0])
     for spec in update.layout:
         if spec.kind == "fp8":
             for state, format in ((sent, Format(3, 4)), (update, Format(5, 2))):
@@ -239,9 +252,9 @@ def test_mixed_directions() -> None:
 
 
 def test_dq_keeps_the_central_model(tmp_path: Path) -> None:
-    """With next to no learning, `preserve` leaves the server's model where it is, up to the uplink's noise (steps of
-    rms/128 where nothing moved: 0.2 % of the weights' norm of 4). Without it every round adds the downlink's noise of
-    0.3/sqrt(12) = 9 % of the norm, 0.35, and four rounds twice that."""
+    """With next to no learning, `preserve` leaves the server's model where it is: no change is sent as nothing.
+    Without it every round adds the mean downlink noise of its three clients, equally spaced errors if they count alike:
+    at least (kappa 0.52 * 0.2)/(3 sqrt(12)) = 1 % of the weights' norm of 4 a round."""
 
     def drift(**settings: object) -> float:
         config = tiny("dq", 4, local__lr=1e-8, local__weight_decay=0.0, wire__client_cache=False, **settings)
@@ -250,4 +263,4 @@ def test_dq_keeps_the_central_model(tmp_path: Path) -> None:
         return float(sum((history.state[n] - t).norm() ** 2 for n, t in start_.items())) ** 0.5
 
     kept, lost = drift(), drift(dq__preserve=False)
-    assert kept < 0.02 and lost > 0.5, (kept, lost)
+    assert kept < 0.001 and lost > 0.04, (kept, lost)

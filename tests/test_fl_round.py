@@ -56,7 +56,7 @@ def signed_dice(seed: int, n: int) -> torch.Tensor:
     return torch.tensor([x - 2**32 if x >= 2**31 else x for x in h], dtype=torch.float64)
 
 
-def step_of(x, alpha):  # equation 4, with the bias of equation 3
+def step_of(x, alpha):  # equation 4, with the bias b given below it
     bias = 16 - torch.log2(alpha) + torch.log2(torch.tensor(2 - 2.0**-3, dtype=torch.float64)) - 1
     return 2.0 ** (torch.clamp(torch.floor(torch.log2(x.abs()) + bias).detach(), min=1) - bias - 3)
 
@@ -71,7 +71,7 @@ def with_ends(q, x, alpha):  # beyond the range, and at its ends, exactly -alpha
     return torch.where(x.abs() >= alpha, alpha * x.sign(), q)
 
 
-def q_rand(x, alpha, seed):  # equation on page 4: up with probability x/s - floor(x/s)
+def q_rand(x, alpha, seed):  # equation 5: up with probability x/s - floor(x/s)
     s = step_of(x.clamp(-alpha, alpha), alpha)
     u = 0.5 + signed_dice(seed, x.numel()).view(x.shape) / 2**32
     return with_ends(s * torch.floor(x / s + u), x, alpha)
@@ -84,19 +84,23 @@ def expected_error(w, target, alpha):
     return float(((clipped - target) ** 2 + s**2 * f * (1 - f)).sum())
 
 
-def dithered(x, step, seed):
-    u = 0.5 + torch.floor(signed_dice(seed, x.numel()).view(x.shape) / 2**9) / 2**23
+def dithered(x, step, seed, place):  # the same bits for both clients, half a cell apart
+    turned = (signed_dice(seed, x.numel()).view(x.shape) + 2**31 + place * 2**31) % 2**32
+    u = torch.floor(turned / 2**9) / 2**23
     return step * (torch.floor(x / step + u) + 0.5 - u)
 
 
-def send(state, method, seed, kappa=0.0, reference=None):
+def suits(x):  # the share of kappa that a tensor gets: the root of its inputs, of 228
+    return min(1.0, max(1 / 8, (x[0].numel() / 228) ** 0.5)) if x.ndim > 1 else 1 / 8
+
+
+def send(state, method, seed, kappa=0.0, place=0):
     """What the receiver decodes."""
     out = dict(state)
     for index, (name, x) in enumerate(state.items()):
         dice, alpha = seed_of(seed, "tensor", index), state.get(name.replace("weight", "alpha"))
         if method == "dq" and "alpha" not in name and "beta" not in name:
-            moved = x if reference is None else x - reference[name]
-            out[name] = dithered(x, kappa * float((moved**2).mean().sqrt()), dice)
+            out[name] = dithered(x, kappa * suits(x) * float((x**2).mean().sqrt()), dice, place)
         elif method in ("uq", "uq+") and "weight" in name:
             out[name] = q_rand(x, alpha, dice)
         elif method == "bq" and "weight" in name:
@@ -160,17 +164,22 @@ def paper_round(model, clients, method):  # algorithm 3, one round
             state[f"{layer}.beta"] = torch.tensor(largest if layer == "0" else 0.0, dtype=torch.float64)
     order = torch.randperm(4, generator=torch.Generator().manual_seed(seed_of(SEED, "sample", 1)))
     cohort = sorted(order[:2].tolist())
-    down = send(state, method, seed_of(SEED, "down", 1, "E4M3"), kappa=0.3)
+    places = torch.randperm(2, generator=torch.Generator().manual_seed(seed_of(SEED, "places", 1))).tolist()
     updates, sizes = [], torch.tensor([float(len(clients[k][1])) for k in cohort], dtype=torch.float64)
-    for k in cohort:
+    for k, place in zip(cohort, places, strict=True):
+        down = send(state, method, seed_of(SEED, "down", 1, "E4M3"), kappa=0.8 * (2 / 7) ** 0.5, place=place)
         dice = torch.Generator().manual_seed(seed_of(SEED, "train", 1, k))
         local = local_update(down, *clients[k], dice, fp8)
-        updates.append(send(local, method, seed_of(SEED, "up", 1, k), kappa=8.0, reference=down))
+        if method == "dq":  # the change, and the server adds it to its own model
+            ranges = {n for n in state if "alpha" in n or "beta" in n}
+            change = {n: t if n in ranges else t - down[n] for n, t in local.items()}
+            change = send(change, method, seed_of(SEED, "up", 1), kappa=8.0 * 2 / 8, place=place)
+            updates.append({n: t if n in ranges else state[n] + t for n, t in change.items()})
+        else:
+            updates.append(send(local, method, seed_of(SEED, "up", 1, k)))
     mean = {n: sum(s * u[n] for s, u in zip(sizes / sizes.sum(), updates, strict=True)) for n in state}
     if method == "uq+":
         return server_optimize(mean, updates, list(state), seed_of(SEED, "server", 1))
-    if method == "dq":
-        return {n: t if "alpha" in n or "beta" in n else state[n] + t - down[n] for n, t in mean.items()}
     return mean
 
 
@@ -193,7 +202,7 @@ def test_one_round_equals_the_papers_formulas(method: str) -> None:
     equal = total = 0
     for name, mine in ours.items():
         difference = (mine.double() - theirs[name]).abs()
-        # A step of the largest binade is 32/480 of alpha; a dithered one is kappa * rms, at most 8 * 0.05 here.
+        # A step of the largest binade is 32/480 of alpha; a dithered one is kappa * rms, at most 2 * 0.05 here.
         assert float(difference.max()) <= (0.4 if method == "dq" else 0.2), name
         close = difference <= 1e-6 + 1e-6 * theirs[name].abs()
         equal, total = equal + int(close.sum()), total + close.numel()

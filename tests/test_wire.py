@@ -1,5 +1,6 @@
 """The wire format loses nothing, never costs more than raw, and says what is inside."""
 
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -12,17 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fedfp8
-from fedfp8 import E4M3, E5M2, Format, quantize, to_codes, wire
-from fedfp8.errors import QuantizationError
+from fedfp8 import E4M3, E5M2, Format, dither, quantize, to_codes, undither, wire
+from fedfp8.errors import QuantizationError, WireFormatError
+from fedfp8.fp8 import hash_uniform
+from fedfp8.fp8.parallel import SMALLEST_PIECE
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import ROUNDINGS, QuantState, State, dequantize_state, quantize_state
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
 from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of
 from fedfp8.wire import codec, steps
+from tools import FORMATS
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
-
-FORMATS = [Format(e, m) for e in range(2, 6) for m in range(6) if 4 <= 1 + e + m <= 8]
 
 
 def quantized(state: State, rounding: str, seed: int = 5, step: float = 0.1) -> QuantState:
@@ -132,19 +135,19 @@ def test_dice_make_the_prediction() -> None:
     """The predictor's codes are those of the quantizer, with and without dice, and its places lie where they should."""
     old = bell(50000)
     q = quantized(one_weight(old, 1.7), "stochastic")
-    plan = next(codec.plans(q, one_weight(old, 9.0)))
-    assert np.array_equal(steps.predicted(plan, old.numpy(), True), q.codes["w"].numpy())
-    assert np.array_equal(steps.predicted(plan, old.numpy(), False), to_codes(old, 1.7).numpy())
+    plan = next(codec.plans(q, [one_weight(old, 9.0)]))
+    assert np.array_equal(steps.predicted(plan, plan.references[0], True), q.codes["w"].numpy())
+    assert np.array_equal(steps.predicted(plan, plan.references[0], False), to_codes(old, 1.7).numpy())
     d = quantized(one_weight(old, 1.7), "dithered")
-    plan = next(codec.plans(d, one_weight(old, 1.7)))
-    assert np.array_equal(steps.predicted(plan, old.numpy(), True), d.codes["w"].numpy())
+    plan = next(codec.plans(d, [one_weight(old, 1.7)]))
+    assert np.array_equal(steps.predicted(plan, plan.references[0], True), d.codes["w"].numpy())
 
 
 def test_known_dice_cost_fewer_bits() -> None:
     """Independent stochastic rounding of a model that did not move costs 1.2 bits a weight without its dice."""
     values = bell(60000)
     q = quantized(one_weight(values, 2.0), "stochastic")
-    plan = next(codec.plans(q, one_weight(values + 0.001 * bell(60000, 1), 2.0)))
+    plan = next(codec.plans(q, [one_weight(values + 0.001 * bell(60000, 1), 2.0)]))
     codes = q.codes["w"].numpy()
     with_dice = len(codec.encode(plan, codes, True)[1])
     blind = codec.Plan(**{**plan.__dict__, "dice": False})
@@ -153,18 +156,19 @@ def test_known_dice_cost_fewer_bits() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dithered"])
 def test_same_bytes_for_any_number_of_threads_and_in_another_process(rounding: str) -> None:
-    layout = small_model(rows=700, columns=300)
-    q = quantized(small_state(layout, 1, 0.05), rounding)
-    reference = small_state(layout)
+    """Quantized and encoded with 1, 2 and 4 threads: large enough that the kernels split it into four."""
+    rows, columns = 700, 800
+    layout = small_model(rows=rows, columns=columns)
+    assert rows * columns >= 4 * SMALLEST_PIECE
+    new, reference = small_state(layout, 1, 0.05), small_state(layout)
     digests = set()
-    for threads in (1, 2):
+    for threads in (1, 2, 4):
         torch.set_num_threads(threads)
-        digests.add(hashlib.sha256(wire.encode(q, reference=reference)).hexdigest())
-    torch.set_num_threads(1)
+        digests.add(hashlib.sha256(wire.encode(quantized(new, rounding), reference=reference)).hexdigest())
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from wire_cases import *\n"
         "from fedfp8 import wire; from fedfp8.model.state import quantize_state\n"
-        "layout = small_model(rows=700, columns=300)\n"
+        f"layout = small_model(rows={rows}, columns={columns})\n"
         "q = quantize_state(small_state(layout, 1, 0.05), seed=5, rounding=sys.argv[2], step=eval(sys.argv[3]))\n"
         "print(hashlib.sha256(wire.encode(q, reference=small_state(layout))).hexdigest())"
     )
@@ -234,7 +238,7 @@ def test_overhead_is_small(build, limit: int) -> None:  # type: ignore[no-untype
         q = quantized(state, rounding)
         payload = wire.encode(q, reference=reference)
         total = len(payload)
-        for plan in codec.plans(q, reference):
+        for plan in codec.plans(q, [reference]):
             if plan.empty:
                 continue
             _, data = codec.encode(plan, q.codes[plan.name].numpy(), True)
@@ -292,3 +296,188 @@ def test_codes_of_a_wider_format_are_refused() -> None:
     q.codes["net.weight"][0] = 16
     with pytest.raises(QuantizationError, match="reach 16"):
         wire.encode(q)
+
+
+# Version 2: strata, changes, several references
+
+
+def three_tensors(move: tuple[float, float, float], seed: int) -> State:
+    layout = Layout(tuple(TensorSpec(name, (3000,)) for name in "abc"))
+    values = zip("abc", move, strict=True)
+    return State(layout, {n: bell(3000, i) + m * bell(3000, i + seed) for i, (n, m) in enumerate(values)})
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dithered"])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_version_2_is_lossless_and_needs_only_what_it_names(rounding: str, count: int) -> None:
+    layout = small_model(E5M2, 90, 70)
+    states = [small_state(layout, i, 0.1 * i) for i in range(4)]
+    dithered = rounding == "dithered"
+    where = {"place": 6, "strata": 7, "change": True} if dithered else {}
+    q = quantize_state(states[3], seed=5, rounding=rounding, step=0.2 if dithered else None, **where)  # type: ignore[arg-type]
+    payload = wire.encode(q, references=states[:count])
+    named = wire.header(payload).reference_fingerprints
+    assert_same(wire.decode(payload, layout, references=reversed(states)), q)
+    needed = [state for state in states if state.fingerprint in named]
+    assert len(needed) == len(named) <= count
+    assert_same(wire.decode(payload, layout, references=needed), q)
+    assert_same(wire.decode(wire.encode(q, references=states[:count], lossless=False), layout), q)
+    if rounding != "dithered" and len(named) < 2:
+        assert payload == wire.encode(q, references=needed) and wire.header(payload).version == 1
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40),
+    references=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=120, max_size=120),
+    count=st.integers(0, 3),
+    strata=st.integers(1, 256),
+    data=st.data(),
+    change=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_version_2_is_lossless_property(
+    values: list[float],
+    references: list[float],
+    count: int,
+    strata: int,
+    data: st.DataObject,
+    change: bool,
+    seed: int,
+) -> None:
+    place = data.draw(st.integers(0, strata - 1))
+    new = one_weight(torch.tensor(values, dtype=torch.float32), 1.0)
+    given = [one_weight(torch.tensor(references[40 * i :][: len(values)]), 1.0) for i in range(count)]
+    q = quantize_state(new, seed=seed, rounding="dithered", step=0.1, place=place, strata=strata, change=change)
+    payload = wire.encode(q, references=given)
+    assert_same(wire.decode(payload, q.layout, references=given), q)
+    assert len(payload) <= len(wire.encode(q, lossless=False)) + 3 + 8 * count
+    back = dequantize_state(wire.decode(payload, q.layout, references=given))
+    assert back.fingerprint == dequantize_state(q).fingerprint
+
+
+def test_what_version_1_can_say_is_said_in_version_1() -> None:
+    state = three_tensors((0.1, 0.1, 0.1), 5)
+    for where, version in (
+        ({}, 1),
+        ({"place": 0, "strata": 1}, 1),
+        ({"strata": 2}, 2),
+        ({"change": True}, 2),
+        ({"place": 255, "strata": 256}, 2),
+    ):
+        q = quantize_state(state, seed=1, rounding="dithered", step=0.3, **where)  # type: ignore[arg-type]
+        payload = wire.encode(q)
+        head = wire.header(payload)
+        assert head.version == version
+        assert head.size == (22 if version == 1 else 25)
+        assert (head.place, head.strata, head.change) == (q.place, q.strata, q.change)
+        assert_same(wire.decode(payload, q.layout), q)
+
+
+def test_every_tensor_takes_the_reference_that_helps_most() -> None:
+    """a is near the second reference, b near the third, c near none of them; the first helps nobody."""
+    new = three_tensors((0.0, 0.0, 0.0), 1)
+    far, near_a, near_b = (three_tensors(m, s) for m, s in (((9, 9, 9), 7), ((0.02, 3, 9), 8), ((2, 0.01, 9), 9)))
+    q = quantize_state(new, seed=1, rounding="dithered", step=0.3, place=1, strata=4)
+    payload = wire.encode(q, references=[far, near_a, near_b])
+    assert wire.header(payload).reference_fingerprints == (near_a.fingerprint, near_b.fingerprint)
+    rows = wire.inspect(payload, q.layout).rows
+    assert rows is not None and [r.mode for r in rows] == ["reference 1", "reference 2", "static"]
+    assert_same(wire.decode(payload, q.layout, references=[near_b, far, near_a]), q)
+    alone = [wire.inspect(wire.encode(q, reference=r), q.layout).rows for r in (far, near_a, near_b, None)]
+    for i, row in enumerate(rows):
+        assert row.bytes <= min(found[i].bytes for found in alone if found is not None) * 1.01 + 2
+
+
+def test_the_choice_looks_at_the_whole_tensor() -> None:
+    """The first rows did not move since the first reference, everything else is near the second."""
+    values = bell(100_000)
+    first = values + torch.where(torch.arange(100_000) < 5000, 0.0, 1.0) * bell(100_000, 3)
+    second = values + 0.05 * bell(100_000, 4)
+    q = quantize_state(one_weight(values, 1.0), seed=2, rounding="dithered", step=0.3, strata=2)
+    payload = wire.encode(q, references=[one_weight(first, 1.0), one_weight(second, 1.0)])
+    assert wire.header(payload).reference_fingerprints == (one_weight(second, 1.0).fingerprint,)
+
+
+def test_equal_references_are_named_once() -> None:
+    state = small_state(small_model(rows=200, columns=200))
+    q = quantized(small_state(state.layout, 1, 0.01), "dithered")
+    assert wire.encode(q, references=[state, state, state]) == wire.encode(q, references=[state])
+
+
+def test_more_than_three_references_are_refused() -> None:
+    state = small_state(small_model())
+    with pytest.raises(WireFormatError, match="5 references"):
+        wire.encode(quantized(state, "dithered"), reference=state, references=[state] * 4)
+
+
+@pytest.mark.parametrize("rounding", ["none", "nearest", "stochastic"])
+@pytest.mark.parametrize("where", [{"strata": 2}, {"place": 1}, {"change": True}])
+def test_strata_and_changes_belong_to_dither(rounding: str, where: dict[str, int]) -> None:
+    state = small_state(small_model())
+    with pytest.raises(QuantizationError, match="dithered"):
+        quantize_state(state, rounding=rounding, **where)  # type: ignore[arg-type]
+    q = quantize_state(state, rounding=rounding)
+    with pytest.raises(WireFormatError, match="strata"):
+        wire.encode(dataclasses.replace(q, **where))  # type: ignore[arg-type]
+
+
+def test_places_that_do_not_exist_are_refused_even_for_zeros() -> None:
+    layout = Layout((TensorSpec("w", (5,)),))
+    with pytest.raises(QuantizationError, match="place 4 of 4"):
+        quantize_state(State(layout, {"w": torch.zeros(5)}), seed=1, rounding="dithered", step=1.0, place=4, strata=4)
+
+
+def test_quantize_state_passes_the_place_on() -> None:
+    state = small_state(small_model())
+    q = quantize_state(state, seed=3, rounding="dithered", step=0.4, place=2, strata=3, change=True)
+    step, seed = q.steps["net.weight"], tensor_seed(3, 0)
+    k = dither(state["net.weight"].view(-1), step, seed=seed, place=2, strata=3)
+    assert torch.equal(q.codes["net.weight"], k) and q.change
+    back = dequantize_state(q)["net.weight"].view(-1)
+    assert torch.equal(back, undither(k, step, seed=seed, place=2, strata=3))
+
+
+def test_inspection_of_version_2() -> None:
+    new = three_tensors((0.0, 0.0, 0.0), 1)
+    given = [three_tensors(m, s) for m, s in (((0.02, 3, 9), 8), ((2, 0.01, 9), 9))]
+    q = quantize_state(new, seed=1, rounding="dithered", step=0.3, place=1, strata=4, change=True)
+    payload = wire.encode(q, references=given)
+    found = fedfp8.inspect(payload)
+    text = str(found)
+    assert all(
+        words in text for words in ("version 2 (a change)", "place 1 of 4", *(g.fingerprint.hex() for g in given))
+    )
+    as_dict = json.loads(json.dumps(wire.inspect(payload, q.layout).to_dict()))
+    assert (as_dict["place"], as_dict["strata"], as_dict["change"]) == (1, 4, True)
+    assert as_dict["reference_fingerprints"] == [g.fingerprint.hex() for g in given]
+    assert [row["mode"] for row in as_dict["tensors"]] == ["reference 1", "reference 2", "static"]
+    assert sum(row["bytes"] for row in as_dict["tensors"]) + found.header.size + 3 * 4 + 8 == len(payload)
+
+
+def test_a_change_alone_costs_no_more_than_a_model_given_its_reference() -> None:
+    """The uplink's case, 0.3 bits a weight: the change on its own grid against `local` given `received`, and against
+    the entropy given the dice (place in the cell as the context), with its own bias taken out."""
+    n = 200_000
+    received, change = bell(n) * 0.05, bell(n, 1) * 0.003
+    step = {"w": float(8 * change.square().mean().sqrt())}
+    local = quantize_state(one_weight(received + change, 1.0), seed=7, rounding="dithered", step=step)
+    model = wire.encode(local, reference=one_weight(received, 1.0))
+    q = quantize_state(one_weight(change, 1.0), seed=7, rounding="dithered", step=step, place=3, strata=16, change=True)
+    alone = wire.encode(q)
+    assert len(alone) <= 1.01 * len(model)
+    place = (hash_uniform(tensor_seed(7, 0), n, place=3, strata=16) * 32).long().numpy()
+    k = q.codes["w"].numpy().astype(np.int64)
+    table = np.bincount(place * 8 + k + 4, minlength=256).reshape(32, 8).astype(float)
+    used = table > 0
+    bits = -(table[used] * np.log2((table / table.sum(1, keepdims=True))[used])).sum()
+    bits += (used.sum() - 32) / (2 * np.log(2))
+    assert 8 * len(alone) <= 1.03 * bits + 1600
+
+
+def test_pack_and_unpack_given_several_references() -> None:
+    model, other = prepare(lenet()), prepare(lenet())
+    first, second = (fedfp8.unpack(fedfp8.pack(m, seed=i), other) for i, m in enumerate((prepare(lenet()), model)))
+    payload = fedfp8.pack(model, seed=3, rounding="dithered", step=0.5, reference=[first, second])
+    assert wire.header(payload).reference_fingerprint == second.fingerprint
+    one = fedfp8.unpack(payload, other, reference=[first, second])
+    assert one.fingerprint == fedfp8.unpack(payload, other, reference=second).fingerprint

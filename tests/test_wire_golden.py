@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedfp8 import E4M3, E5M2, Format, wire
 from fedfp8.model.layout import Layout, TensorSpec
@@ -18,9 +19,12 @@ DOCS = Path(__file__).parents[1] / "docs" / "wire-format.md"
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": Format(2, 1)}
 
 
-def cases() -> dict[str, tuple[QuantState, State | None, bytes]]:
-    """name -> (state, reference, payload as encoded today)."""
-    found: dict[str, tuple[QuantState, State | None, bytes]] = {}
+Case = tuple[QuantState, tuple[State, ...], bytes]
+
+
+def cases() -> dict[str, Case]:
+    """name -> (state, references, payload as encoded today)."""
+    found: dict[str, Case] = {}
     for name, format in FORMATS.items():
         layout = small_model(format, 60, 50)
         old, new = small_state(layout), small_state(layout, 1, 0.05, alpha=2.1)
@@ -32,26 +36,70 @@ def cases() -> dict[str, tuple[QuantState, State | None, bytes]]:
                 ("raw", None, wire.encode(q, lossless=False)),
             ):
                 if rounding != "none" or kind == "raw":
-                    found[f"v1-{name}-{rounding}-{kind}"] = q, reference, payload
+                    found[f"v1-{name}-{rounding}-{kind}"] = q, () if reference is None else (reference,), payload
     found["v1-e4m3-stochastic-same"] = _large()
-    return found
+    return found | _version_2()
 
 
-def _large() -> tuple[QuantState, State, bytes]:
+def _version_2() -> dict[str, Case]:
+    layout = small_model(E4M3, 60, 50)
+    start, last, new = small_state(layout), small_state(layout, 1, 0.3), small_state(layout, 1, 0.35, alpha=2.1)
+    mixed = State(layout, {**new.tensors, "net.bias": start["net.bias"] * 1.001})  # its bias is nearer to the start
+    where = {"seed": 20261116, "rounding": "dithered", "place": 11, "strata": 16}
+    change = quantize_state(small_state(layout, 2, 0.01), step=8.0, change=True, **where)  # type: ignore[arg-type]
+    strata = quantize_state(mixed, step=0.3, **where)  # type: ignore[arg-type]
+    fp8 = quantize_state(mixed, seed=20261116)
+    both = (start, last)
+    return {
+        "v2-change-static": (change, (), wire.encode(change, with_layout=True)),
+        "v2-change-raw": (change, (), wire.encode(change, lossless=False)),
+        "v2-strata-reference": (strata, (last,), wire.encode(strata, reference=last)),
+        "v2-strata-two-references": (strata, both, wire.encode(strata, references=both)),
+        "v2-strata-same": (strata, (start, mixed), wire.encode(strata, references=(start, mixed))),
+        "v2-stochastic-two-references": _two_weights(),
+        "v1-one-of-three-references": (
+            fp8,
+            (last,),
+            wire.encode(fp8, references=(start, small_state(layout, 9, 50.0), last)),
+        ),
+    }
+
+
+def _two_weights() -> Case:
+    """FP8 weights: one did not move from the first reference, one is near the second."""
+    names = ("a", "b")
+    layout = Layout(
+        (
+            *(TensorSpec(f"{n}.weight", (40, 30), "float32", "fp8", E4M3, f"{n}.alpha") for n in names),
+            *(TensorSpec(f"{n}.alpha", (), "float32", "range") for n in names),
+        )
+    )
+    one, other = small_state(layout), small_state(layout, 3, 2.0)
+    q = quantize_state(State(layout, {**one.tensors, "b.weight": other["b.weight"] * 1.01}), seed=4)
+    return q, (one, other), wire.encode(q, references=(one, other))
+
+
+def _large() -> Case:
     """Four lanes, several blocks, a tensor that did not move, and one without dice would be cheaper."""
     layout = small_model(E4M3, 200, 200)
     state = small_state(layout)
     q = quantize_state(state, seed=1, rounding="stochastic")
-    return q, state, wire.encode(q, reference=state)
+    return q, (state,), wire.encode(q, reference=state)
 
 
 def example() -> bytes:
     """The worked example of docs/wire-format.md: two weights and their range, nearest rounding, raw."""
     layout = Layout((TensorSpec("w", (2,), "float32", "fp8", E4M3, "a"), TensorSpec("a", (), "float32", "range")))
-    import torch
-
     state = State(layout, {"w": torch.tensor([1.0, -0.25]), "a": torch.tensor(1.0)})
     return wire.encode(quantize_state(state, seed=7, rounding="nearest"), lossless=False)
+
+
+def example_2() -> bytes:
+    """The second one: the change of three weights, dithered at place 1 of 4."""
+    layout = Layout((TensorSpec("w", (3,)),))
+    change = State(layout, {"w": torch.tensor([0.5, -0.25, 0.0])})
+    where = {"seed": 7, "place": 1, "strata": 4, "change": True}
+    return wire.encode(quantize_state(change, rounding="dithered", step={"w": 0.25}, **where))  # type: ignore[arg-type]
 
 
 CASES = cases()
@@ -63,21 +111,38 @@ def test_the_folder_holds_these_and_no_others() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_payload(name: str) -> None:
-    q, reference, payload = CASES[name]
+    q, references, payload = CASES[name]
     stored = (GOLDEN / f"{name}.bin").read_bytes()
-    assert_same(wire.decode(stored, q.layout, reference=reference), q)
+    assert_same(wire.decode(stored, q.layout, references=references), q)
     assert payload == stored
 
 
-def test_worked_example_in_the_docs() -> None:
-    block = re.search(r"```hex\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    assert block is not None
-    digits = "".join(line.split("#")[0] for line in block[1].splitlines())
-    assert bytes.fromhex(digits) == example()
+def test_golden_payloads_meet_every_mode_of_version_2() -> None:
+    found = {}
+    for name in CASES:
+        if name.startswith("v2"):
+            q, _, payload = CASES[name]
+            rows = wire.inspect(payload, q.layout).rows
+            assert rows is not None
+            found[name] = wire.header(payload).version, [r.mode for r in rows if r.name in q.codes and r.elements]
+    assert found == {
+        "v2-change-static": (2, ["static", "static"]),
+        "v2-change-raw": (2, ["raw", "raw"]),
+        "v2-strata-reference": (2, ["reference", "reference"]),
+        "v2-strata-two-references": (2, ["reference 2", "reference 1"]),
+        "v2-strata-same": (2, ["same", "same"]),
+        "v2-stochastic-two-references": (2, ["same 1", "reference 2"]),
+    }
+
+
+def test_worked_examples_in_the_docs() -> None:
+    blocks = re.findall(r"```hex\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    digits = ["".join(line.split("#")[0] for line in block.splitlines()) for block in blocks]
+    assert [bytes.fromhex(d) for d in digits] == [example(), example_2()]
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for name, (_, _, payload) in CASES.items():
         (GOLDEN / f"{name}.bin").write_bytes(payload)
-    print(example().hex(" "))
+    print(example().hex(" "), example_2().hex(" "), sep="\n")

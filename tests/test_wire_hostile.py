@@ -13,7 +13,7 @@ import fedfp8
 from fedfp8 import Format, wire
 from fedfp8.errors import WireFormatError
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import State, quantize_state
+from fedfp8.model.state import QuantState, State, quantize_state
 from fedfp8.models.lenet import lenet
 from fedfp8.nn import prepare, state_of
 from fedfp8.wire.container import seal, varint
@@ -29,6 +29,17 @@ def payload_of(rounding: str, **options: object) -> bytes:
     return wire.encode(q, reference=REFERENCE, **options)  # type: ignore[arg-type]
 
 
+SECOND = small_state(LAYOUT, 3, 0.5)
+
+
+def payload_2(**options: object) -> bytes:
+    """Version 2: the weight is near the first reference and the bias near the second."""
+    state = small_state(LAYOUT, 1, 0.05)
+    mixed = State(LAYOUT, {**state.tensors, "net.bias": SECOND["net.bias"] + 0.01})
+    q = quantize_state(mixed, seed=5, rounding="dithered", step=0.3, place=2, strata=5, change=True)
+    return wire.encode(q, references=(REFERENCE, SECOND), **options)  # type: ignore[arg-type]
+
+
 PAYLOADS = {
     "none": payload_of("none"),
     "nearest": payload_of("nearest"),
@@ -36,6 +47,9 @@ PAYLOADS = {
     "dithered": payload_of("dithered"),
     "raw": payload_of("dithered", lossless=False),
     "layout": payload_of("stochastic", with_layout=True),
+    "two": payload_2(),
+    "two raw": payload_2(lossless=False),
+    "two layout": payload_2(with_layout=True),
 }
 
 
@@ -50,7 +64,14 @@ def refused(
     payload: bytes, words: str | None = None, layout: Layout | None = LAYOUT, reference: State | None = REFERENCE
 ) -> None:
     with pytest.raises(WireFormatError, match=words):
-        wire.decode(payload, layout, reference=reference)
+        wire.decode(payload, layout, reference=reference, references=(SECOND,))
+
+
+def not_inspected(payload: bytes) -> None:
+    """`inspect` shows nothing of a damaged payload, with a layout at hand or without."""
+    for layout in (LAYOUT, None):
+        with pytest.raises(WireFormatError):
+            wire.inspect(payload, layout)
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -58,6 +79,8 @@ def test_every_truncation_is_refused(name: str) -> None:
     payload = PAYLOADS[name]
     for length in range(len(payload)):
         refused(payload[:length])
+        if length % 7 == 0:
+            not_inspected(payload[:length])
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -68,6 +91,8 @@ def test_every_single_bit_flip_is_refused(name: str) -> None:
         changed = bytearray(payload)
         changed[bit >> 3] ^= 1 << (bit & 7)
         refused(bytes(changed))
+        if bit % 7 == 0:
+            not_inspected(bytes(changed))
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -81,7 +106,7 @@ def test_extensions_are_refused(name: str) -> None:
 def survives(payload: bytes, layout: Layout | None = LAYOUT, reference: State | None = REFERENCE) -> None:
     """Decodes to something of the right shape, or raises WireFormatError: nothing else may happen."""
     try:
-        q = wire.decode(payload, layout, reference=reference)
+        q = wire.decode(payload, layout, reference=reference, references=(SECOND,))
     except WireFormatError:
         return
     for spec in q.layout:
@@ -109,13 +134,15 @@ def test_random_bytes(data: bytes) -> None:
     survives(seal(data))
     survives(seal(PAYLOADS["stochastic"][:30] + data))
     survives(seal(PAYLOADS["dithered"][:30] + data))
+    survives(seal(PAYLOADS["two"][:41] + data))
+    survives(seal(PAYLOADS["two"][:5] + data))
 
 
 def test_every_byte_of_a_coded_tensor_under_a_valid_checksum() -> None:
     """The entropy decoders meet every damaged state, word, length, shape and scale without a checksum to save them."""
-    for name in ("stochastic", "dithered"):
+    for name in ("stochastic", "dithered", "two"):
         payload = PAYLOADS[name]
-        for at in range(30, len(payload) - 8):
+        for at in range(wire.header(payload).size, len(payload) - 8):
             for value in (0x01, 0x80, 0xFF):
 
                 def change(body: bytearray, at: int = at, value: int = value) -> None:
@@ -128,7 +155,7 @@ def test_every_byte_of_a_coded_tensor_under_a_valid_checksum() -> None:
     ("at", "value", "words"),
     [
         (0, b"PK", "not a fedfp8 message"),
-        (4, b"\x02", "version is 2"),
+        (4, b"\x03", "version is 3"),
         (5, b"\xf9", "flags"),
         (6, b"\0\0", "layout fingerprint"),
         (21, b"\xff", "63 bits"),
@@ -140,6 +167,72 @@ def test_header_fields_are_named(at: int, value: bytes, words: str) -> None:
         body[at : at + len(value)] = value
 
     refused(resealed(PAYLOADS["stochastic"], change), words)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (5, 0x1A, "flags"),
+        (5, 0x8A, "flags"),
+        (5, 0x0E, "layout section"),
+        (6, 4, "rounding is 4"),
+        (6, 255, "rounding is 255"),
+        (6, 2, "strata 5.*rounding stochastic"),
+        (7, 5, "place 5 of 5"),
+        (7, 255, "place 255 of 5"),
+        (8, 1, "place 2 of 2"),
+        (9, 0, "layout fingerprint"),
+        (24, 0xFF, "63 bits"),
+        (25, 0, "reference fingerprint"),
+        (33, 0, "reference fingerprint"),
+    ],
+)
+def test_header_fields_of_version_2_are_named(at: int, value: int, words: str) -> None:
+    payload = PAYLOADS["two"]
+    assert wire.header(payload).version == 2 and payload[5] == 0x0A and payload[at] != value
+
+    def change(body: bytearray) -> None:
+        body[at] = value
+
+    refused(resealed(payload, change), words)
+
+
+def test_version_2_without_what_is_new_decodes_too() -> None:
+    """A sender may write it; ours does not."""
+    one = PAYLOADS["dithered"]
+    flags, rounding = one[5] & 1, one[5] >> 2
+    assert_same(
+        wire.decode(seal(one[:4] + bytes([2, flags, rounding, 0, 0]) + one[6:-8]), LAYOUT, reference=REFERENCE),
+        wire.decode(one, LAYOUT, reference=REFERENCE),
+    )
+
+
+@pytest.mark.parametrize("mode", [8, 9, 12, 13, 18, 19, 26, 27, 31, 42, 66, 130, 255])
+@pytest.mark.parametrize("name", ["dithered", "two"])
+def test_references_and_modes_that_the_message_does_not_have(name: str, mode: int) -> None:
+    """Index 2 and above, an index on raw or static, and no dice on the uniform grid."""
+    payload = PAYLOADS[name]
+    at = wire.header(payload).size + 4 + 4 + 8 + 3 * 4  # alpha, beta, an int64; steps of three tensors
+
+    def change(body: bytearray) -> None:
+        assert body[at] == 2
+        body[at] = mode
+
+    refused(resealed(payload, change), "tensor 'net.weight'.*(does not exist|needs reference)")
+
+
+def test_an_empty_layout_is_a_layout() -> None:
+    """It used to count as none, so that a receiver without tensors took any payload that brought its own layout."""
+    refused(PAYLOADS["layout"], "layout fingerprint", layout=Layout(()))
+    with pytest.raises(WireFormatError, match="layout fingerprint"):
+        wire.inspect(PAYLOADS["layout"], Layout(()))
+
+
+def test_a_missing_reference_is_named() -> None:
+    payload = PAYLOADS["two"]
+    for held, missing in (((REFERENCE,), SECOND), ((SECOND,), REFERENCE)):
+        with pytest.raises(WireFormatError, match=missing.fingerprint.hex()):
+            wire.decode(payload, LAYOUT, references=held)
 
 
 def test_missing_wrong_or_useless_context() -> None:
@@ -214,7 +307,7 @@ def test_impossible_models_of_steps(head: bytes) -> None:
 def test_huge_counts_allocate_nothing() -> None:
     """A few bytes that claim four thousand million elements."""
     big = Layout((TensorSpec("w", (2**16, 2**15), "float32", "float"), TensorSpec("v", (2**31,), "float32", "float")))
-    start = wire.container.write_header(big, "none", 0, None, True)
+    start = wire.container.write_header(QuantState(big, "none", 0), (), True)
     for payload in (seal(start), seal(start + b"\0" * 100)):
         tracemalloc.start()
         with pytest.raises(WireFormatError, match="too many"):
@@ -229,7 +322,7 @@ def test_coded_tensors_allocate_no_more_than_their_data_explains() -> None:
     weight = TensorSpec("w", (2**31,), "float32", "fp8", fedfp8.E4M3, "a")
     layout = Layout((weight, TensorSpec("a", (), "float32", "range")))
     for rounding, plain in (("stochastic", struct.pack("<f", 1.0)), ("dithered", struct.pack("<ff", 1.0, 1.0))):
-        start = wire.container.write_header(layout, rounding, 0, None, True) + plain
+        start = wire.container.write_header(QuantState(layout, rounding, 0), (), True) + plain
         for mode, data in (
             (0, b"\x08" * 50),
             (1, b"\0\x80\0" + b"\x7f" * 61),

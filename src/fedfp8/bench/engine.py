@@ -25,14 +25,14 @@ from fedfp8 import models
 from fedfp8.bench.timing import interleave
 from fedfp8.fl import Config, preset
 from fedfp8.fl.aggregate import WeightedMean
-from fedfp8.fl.broadcast import Server
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Reply, Task
 from fedfp8.fl.config import ServerConfig
 from fedfp8.fl.federation import Federation, from_tensors
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.server_opt import server_optimize
-from fedfp8.fl.simulate import Workers, run_round
+from fedfp8.fl.simulate import Server, Workers, run_round
+from fedfp8.fl.wires import server_link
 from fedfp8.fp8 import quantize
 from fedfp8.model.state import State, dequantize_state, quantize_state
 from fedfp8.nn import prepare, state_of
@@ -85,12 +85,13 @@ def overhead_rows(
     federation = federation_of(config, clients=10, examples=50 * steps)
     by_processor, by_time, training = [], [], []
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
-        server, store = Server(0, state_of(federation.network(config))), folder.store
-        with Pool(config, federation, folder.checkpoint / "sent", workers) as pool:
+        server = Server(0, state_of(federation.network(config)))
+        link = server_link(config, federation, server.state, folder.models)
+        with Pool(config, federation, folder.models, workers) as pool:
             for index in range(WARM_UP + rounds):
                 counted, before, begin = Counted(pool), processor_seconds(pool), time.perf_counter()
-                server, record = run_round(server, config, federation, counted, store)
-                folder.save(server, {})
+                server, record = run_round(server, config, federation, counted, link)
+                folder.save(server, link, {})
                 elapsed, used = time.perf_counter() - begin, processor_seconds(pool) - before
                 if record.rejected:
                     raise RuntimeError(f"the measurement is void, updates were rejected: {record.rejected[0]}")
@@ -141,10 +142,11 @@ def peak_of_server(cohort: int, clients: int, rounds: int) -> None:
     federation = federation_of(config, clients, examples=4)
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
         server = Server(0, state_of(federation.network(config)))
-        with Pool(config, federation, folder.checkpoint / "sent", 1) as pool:
+        link = server_link(config, federation, server.state, folder.models)
+        with Pool(config, federation, folder.models, 1) as pool:
             for _ in range(rounds):
-                server, _ = run_round(server, config, federation, pool, folder.store)
-                folder.save(server, {})
+                server, _ = run_round(server, config, federation, pool, link)
+                folder.save(server, link, {})
     status = Path("/proc/self/status").read_text()
     print(1024 * int(status.partition("VmHWM:")[2].split()[0]))
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import RunError
-from fedfp8.fl.broadcast import Server
 from fedfp8.fl.config import Config, from_dict
 from fedfp8.fl.describe import to_toml
 from fedfp8.fl.presets import from_file
-from fedfp8.fl.store import ModelStore, read_state, write_atomic, write_state
+from fedfp8.fl.simulate import Server
+from fedfp8.link import ServerLink
+from fedfp8.link.store import read_state, write_atomic, write_state
 
 __all__ = ["RunFolder", "read_config", "write_config"]
 
@@ -109,15 +110,16 @@ class RunFolder:
         return self.path / "checkpoint"
 
     @property
-    def store(self) -> ModelStore:
-        return ModelStore(self.checkpoint / "sent")
+    def models(self) -> Path:
+        """The link's history: the server's models that clients may still hold something made from."""
+        return self.checkpoint / "models"
 
     @property
     def model_path(self) -> Path:
         """Where the model under evaluation is put for the workers."""
         return self.checkpoint / "evaluate.safetensors"
 
-    def save(self, server: Server, line: dict[str, Any] | None) -> None:
+    def save(self, server: Server, link: ServerLink, line: dict[str, Any] | None) -> None:
         """Commit a round: model, history line, then the one file that makes both count."""
         self.checkpoint.mkdir(exist_ok=True)
         model = f"server-{server.round:06d}.safetensors"
@@ -133,25 +135,24 @@ class RunFolder:
             "model": model,
             "fingerprint": server.state.fingerprint.hex(),
             "history_bytes": length,
-            "received": {str(k): f.hex() for k, f in server.received.items()},
-            "sent": {f.hex(): r for f, r in server.sent.items()},
+            "link": link.meta(),
         }
         write_atomic(self.checkpoint / "state.json", json.dumps(state).encode())
-        self.store.keep_only(server.sent)
+        link.history.clean()
         for old in self.checkpoint.glob("server-*.safetensors*"):
             if old.name != model:
                 old.unlink()
 
-    def load(self) -> Server | None:
-        """The server as last saved, with the history cut to match; None if no round was saved yet."""
+    def load(self, link: ServerLink | None = None) -> Server | None:
+        """The server as last saved, and what its link remembers, with the history cut to match; None if nothing was."""
         path, history = self.checkpoint / "state.json", self.path / "history.jsonl"
         if not path.exists():
             history.unlink(missing_ok=True)  # a crash before the first checkpoint
             return None
         try:
             state = json.loads(path.read_text())
-            received = {int(k): bytes.fromhex(f) for k, f in state["received"].items()}
-            sent = {bytes.fromhex(f): r for f, r in state["sent"].items()}
+            if link is not None:
+                link.load_meta(state["link"])
             round_, length = int(state["round"]), int(state["history_bytes"])
             model, fingerprint = self.checkpoint / str(state["model"]), state["fingerprint"]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -162,7 +163,7 @@ class RunFolder:
         if not history.exists() or history.stat().st_size < length:
             raise RunError(f"{history} is shorter than when it was saved; restore it, or start anew with --overwrite")
         os.truncate(history, length)
-        return Server(round_, written, received, sent)
+        return Server(round_, written)
 
     def history(self) -> list[dict[str, Any]]:
         path = self.path / "history.jsonl"

@@ -2,22 +2,24 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
-from fedfp8.errors import WireFormatError
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32, Federation
-from fedfp8.fl.links import downlink, quantize_up, receive_down, send, uplink
 from fedfp8.fl.local import learning_rate, local_update
-from fedfp8.model.state import State
+from fedfp8.fl.wires import shares_start, wire_for
+from fedfp8.link.client import read_message, write_reply
+from fedfp8.link.history import Entry
+from fedfp8.link.wire import Orders
+from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import header
 
-__all__ = ["Client", "References", "Reply", "Task"]
+__all__ = ["Client", "Reply", "Task"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Task:
     round: int
     client: int
     payload: bytes
+    orders: Orders
+    held: tuple[Entry, int] | None = None  # which model the client has on its disk; only a simulation needs to be told
 
 
 @dataclass(frozen=True)
@@ -40,65 +44,61 @@ class Reply:
     seconds: float = 0.0
     training: float = 0.0  # processor seconds of LocalUpdate alone
     error: str = ""
-    resent: int = 0  # bytes sent down once more, to a client that had lost its reference
-
-
-class References(Protocol):
-    """Models a client still has from earlier rounds."""
-
-    def get(self, fingerprint: bytes) -> State | None: ...
-
-    def put(self, client: int, state: State) -> None: ...
 
 
 class Client:
     """Runs tasks for any client of a federation; keeps one network per format, and the last payload it decoded.
 
-    A payload names its reference, so equal bytes are an equal model: clients that are sent the same decode it once.
+    held: the model that the client of a task received last, if it still has it. A payload names its reference, so equal
+    bytes are an equal model: clients that are sent the same decode it once.
     """
 
-    def __init__(self, config: Config, federation: Federation, references: References) -> None:
-        self.config, self.federation, self.references = config, federation, references
+    def __init__(self, config: Config, federation: Federation, held: Callable[[Task], State | None]) -> None:
+        self.config, self.federation, self.held = config, federation, held
         self.networks: dict[str, nn.Module] = {}
-        self._decoded: tuple[str, bytes, State] | None = None  # format, payload and what is in it
+        self.start = state_of(self.network(federation.formats[0])) if shares_start(config) else None
+        self._decoded: tuple[str, bytes, QuantState, State] | None = None  # format, payload and what is in it
 
     def train(self, task: Task) -> Reply:
         """Receive, LocalUpdate, send: the client's half of algorithm 3."""
-        start = time.perf_counter()
-        config, format = self.config, self.federation.formats[task.client]
-        model = self._network(format)
-        received = self._receive(task, model, format)
+        begin = time.perf_counter()
+        format = self.federation.formats[task.client]
+        model = self.network(format)
+        received = self.receive(task)
         load_state(model, received)
         before = time.thread_time()
         loss = self._update(model, task, format)
         training = time.thread_time() - before
-        link = uplink(config, format)
-        message = quantize_up(config, task.round, task.client, state_of(model), received, link)
-        payload = send(config, message, reference=received)
-        seconds = time.perf_counter() - start
+        local = state_of(model)
+        local = local.with_layout(wire_for(self.config, format).layout_up(local.layout))
+        payload = write_reply(local, received, task.orders)
+        seconds = time.perf_counter() - begin
         return Reply(task.client, payload, self.federation.size(task.client), loss, seconds, training)
 
-    def _network(self, format: str) -> nn.Module:
+    def network(self, format: str) -> nn.Module:
         if format not in self.networks:
             self.networks[format] = self.federation.network(self.config, format)
         return self.networks[format]
 
-    def _receive(self, task: Task, model: nn.Module, format: str) -> State:
+    def receive(self, task: Task) -> State:
+        """The model of a task; LostReference if the client no longer has what it is coded given."""
+        format = self.federation.formats[task.client]
         if self._decoded is None or self._decoded[:2] != (format, task.payload):
-            self._decoded = format, task.payload, self._decode(task, model, format)
-        received = self._decoded[2]
-        self.references.put(task.client, received)
-        return received
+            layout = wire_for(self.config, format).layout_down(layout_of(self.network(format)))
+            wanted = header(task.payload).reference_fingerprints
+            start = self.start.with_layout(layout) if self.start is not None else None
+            known = [start] if start is not None and start.fingerprint in wanted else []
+            if len(known) < len(wanted) and (held := self.held(task)) is not None:
+                known.append(held)
+            message = read_message(task.payload, [layout], known)
+            self._decoded = format, task.payload, message, dequantize_state(message)
+        return self._decoded[3]
 
-    def _decode(self, task: Task, model: nn.Module, format: str) -> State:
-        wanted = header(task.payload).reference_fingerprint
-        reference = self.references.get(wanted) if wanted else None
-        if wanted and reference is None:
-            raise WireFormatError(
-                f"the model for client {task.client} is coded given model {wanted.hex()}, which this client no longer "
-                "has; the server must send it without a reference"
-            )
-        return receive_down(task.payload, layout_of(model), downlink(self.config, format), reference)
+    @property
+    def message(self) -> QuantState:
+        """What the last payload held, for whoever keeps it in another form."""
+        assert self._decoded is not None
+        return self._decoded[2]
 
     def _update(self, model: nn.Module, task: Task, format: str) -> float:
         config, path = self.config, ("train", task.round, task.client)

@@ -7,12 +7,13 @@ and single settings ``section.field = value``, in that order. The same names ser
 (``--set dq.kappa_up=4``) and in Python.
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from fedfp8.errors import ConfigError
 from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
+from fedfp8.model.rounding import ROUNDINGS
 
 __all__ = ["METHODS", "Config", "cohort_size", "from_dict", "to_dict", "with_method", "with_settings"]
 
@@ -106,15 +107,21 @@ class QatConfig:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """One direction of communication."""
+    """One direction of communication; checked by `Config`, which knows which one it is."""
 
     rounding: str = "stochastic"  # none (float32) | nearest | stochastic | dithered
     format: str = ""  # of the FP8 codes; empty: qat.format
 
-    def __post_init__(self) -> None:
-        choice("link rounding", self.rounding, "none", "nearest", "stochastic", "dithered")
-        if self.format:
-            _check_format("link format", self.format)
+    def check(self, name: str) -> None:
+        choice(f"{name}.rounding", self.rounding, *ROUNDINGS)
+        if not self.format:
+            return
+        _check_format(f"{name}.format", self.format)
+        if not ROUNDINGS[self.rounding].has_ranges:
+            raise ConfigError(
+                f"{name}.format={self.format!r} and {name}.rounding={self.rounding!r} contradict each other: only "
+                "'nearest' and 'stochastic' send FP8 codes"
+            )
 
 
 @dataclass(frozen=True)
@@ -136,14 +143,20 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class DqConfig:
-    """Dithered quantization: a step is kappa times a root mean square."""
+    """Dithered quantization: a step is kappa times a root mean square, less for small layers and small cohorts."""
 
-    kappa_up: float = 8.0  # of the client's change
-    kappa_down: float = 0.3  # of the weights
-    preserve: bool = True  # the server adds what came back to what it has, so downlink noise does not pile up
+    kappa_up: float = 8.0  # of the client's change, for cohorts of 8 and more
+    kappa_down: float = 0.8  # of the weights, for cohorts of 7 and more
+    fan_in: float = 228.0  # inputs of a layer from which on it gets the whole kappa; 0: one kappa for all tensors
+    strata: int = 16  # places in a cell for the clients of a round, at most; 1: the same random bits for all
+    start: bool = True  # clients build the initial model themselves, and first models are coded given it
+    preserve: bool = True  # the server adds changes to what it has, so downlink noise does not pile up
 
     def __post_init__(self) -> None:
-        positive("dq", self, "kappa_up", "kappa_down")
+        positive("dq", self, "kappa_up", "kappa_down", "strata")
+        not_negative("dq", self, "fan_in")
+        if self.strata > 256:
+            raise ConfigError(f"dq.strata is {self.strata}; at most 256")
 
 
 @dataclass(frozen=True)
@@ -191,8 +204,10 @@ class Config:
     round: RoundConfig = field(default_factory=RoundConfig)
 
     def __post_init__(self) -> None:
-        coded = {link.rounding for link in (self.up, self.down)} & {"nearest", "stochastic"}
-        if self.server.optimize and self.down.rounding not in ("nearest", "stochastic"):
+        self.up.check("up")
+        self.down.check("down")
+        coded = any(ROUNDINGS[link.rounding].has_ranges for link in (self.up, self.down))
+        if self.server.optimize and not ROUNDINGS[self.down.rounding].has_ranges:
             raise ConfigError(
                 f"server.optimize=true and down.rounding={self.down.rounding!r} contradict each other: ServerOptimize "
                 "fits the FP8 model that is sent down; use down.rounding='stochastic' or server.optimize=false"
@@ -203,12 +218,6 @@ class Config:
                 f"{self.down.rounding!r}) contradict each other: without FP8 training no ranges are learned to code "
                 "with; use rounding 'none' or 'dithered' on both links, or qat.rounding='nearest'"
             )
-        for name, link in (("up", self.up), ("down", self.down)):
-            if link.format and link.rounding not in ("nearest", "stochastic"):
-                raise ConfigError(
-                    f"{name}.format={link.format!r} and {name}.rounding={link.rounding!r} contradict each other: only "
-                    "'nearest' and 'stochastic' send FP8 codes"
-                )
         if self.clients.formats and self.qat.rounding == "off":
             raise ConfigError(
                 "clients.formats and qat.rounding='off' contradict each other: nothing would be trained in FP8"
@@ -271,6 +280,6 @@ def from_dict(values: dict[str, Any]) -> Config:
                 assign(checked, f"{section}.{key}", value)
         else:
             assign(checked, section, content)
-    sections = {f.name: f.default_factory for f in fields(Config) if is_dataclass(getattr(Config(), f.name))}
-    built = {name: type(getattr(Config(), name))(**checked[name]) for name in sections}
+    sections = {f.name: f.default_factory for f in fields(Config) if f.default_factory is not MISSING}
+    built = {name: section(**checked[name]) for name, section in sections.items()}
     return Config(**{**checked, **built})

@@ -34,9 +34,16 @@ def to_toml(config: Config) -> str:
     parts = ["# Everything this run was told. `fedfp8 run FILE` takes this file again; `fedfp8 settings` lists all.\n"]
     for section, about, settings in _sections(config):
         parts.append(f"\n# {about}\n[{section}]\n" if section else "")
-        lines = [f"{s.key.rpartition('.')[2]} = {json.dumps(s.value, ensure_ascii=False)}" for s in settings]
+        lines = [f"{s.key.rpartition('.')[2]} = {_toml(s.value)}" for s in settings]
         parts += [f"{line:<28}  # {s.meaning}\n" for line, s in zip(lines, settings, strict=True)]
     return "".join(parts)
+
+
+def _toml(value: str | bool | int | float) -> str:
+    """JSON's strings are TOML's but for DEL; numbers are Python's own."""
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
 
 
 def _sections(config: Config) -> Iterator[tuple[str, str, list[Setting]]]:

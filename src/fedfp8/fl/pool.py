@@ -23,7 +23,10 @@ from fedfp8.fl.config import Config
 from fedfp8.fl.evaluate import PIECE, evaluate_piece
 from fedfp8.fl.federation import Federation
 from fedfp8.fl.memory import keep_freed_memory
-from fedfp8.fl.store import ModelStore, read_state
+from fedfp8.fl.wires import wire_for
+from fedfp8.link.history import History
+from fedfp8.link.store import read_state
+from fedfp8.model.state import State
 from fedfp8.nn import load_state
 
 __all__ = ["Evaluation", "Pool"]
@@ -54,7 +57,8 @@ class Executor:
     """Does jobs, in a worker process or in this one."""
 
     def __init__(self, config: Config, federation: Federation, folder: Path) -> None:
-        self.client = Client(config, federation, ModelStore(folder))
+        self.config, self.history = config, History(config.seed, folder)
+        self.client = Client(config, federation, self.held)
         self.network = federation.network(config)
         self.loaded = b""  # fingerprint of the model in `network`
 
@@ -64,6 +68,16 @@ class Executor:
         except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
             reason = f"{type(error).__name__}: {error}"
             return Reply(job.client, error=reason) if isinstance(job, Task) else Failure(reason)
+
+    def held(self, task: Task) -> State | None:
+        """A client's disk: what it received last, made again from the server's model of that round."""
+        if task.held is None:
+            return None
+        entry, place = task.held
+        self.history.entries[entry.number] = entry
+        return self.history.sent(
+            entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place
+        )
 
     def evaluate(self, job: Evaluation) -> tuple[int, float, int]:
         if self.loaded != job.model:
@@ -174,13 +188,7 @@ class Pool:
     def _map_here(self, jobs: Iterable[Job]) -> Iterator[Any]:
         assert self._inline is not None
         for job in jobs:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            try:
-                result = self._inline(job)
-            finally:
-                torch.set_num_threads(threads)
-            yield result
+            yield self._inline(job)
 
     def _send(self, worker: int, job: Job) -> None:
         try:

@@ -15,16 +15,17 @@ from typing import Any
 from torch import nn
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.fl.broadcast import Server
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.config import Config
+from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.federation import FP32, Examples, Federation, build, from_tensors
-from fedfp8.fl.links import downlink, quantize_down
-from fedfp8.fl.payloads import keep_payloads, write_tensors
+from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
 from fedfp8.fl.pool import Pool
-from fedfp8.fl.simulate import Record, Workers, run_round
-from fedfp8.fl.store import write_atomic, write_state
+from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
+from fedfp8.fl.wires import server_link, wire_for
+from fedfp8.link import ServerLink
+from fedfp8.link.history import Entry, quantize_down
+from fedfp8.link.store import write_atomic, write_state
 from fedfp8.model.state import State, dequantize_state
 from fedfp8.nn import state_of
 
@@ -106,36 +107,38 @@ def execute(
     workers: int,
     on_round: OnRound | None = None,
     *,
-    trainers: Workers | None = None,
+    trainers: Callable[[ServerLink], Workers] | None = None,
 ) -> History:
     """Run the rounds that are still to do. Clients train in the pool that evaluates, or with `trainers` (Flower)."""
     config = folder.config
     initial, notes = state_of(federation.network(config)), _left_out(config, federation)
-    server = _saved(folder, initial)
+    link = server_link(config, federation, initial, folder.models)
+    server = _saved(folder, initial, link)
     if server is not None and server.round >= config.round.count:
         return _finish(folder, config, server)
-    with Pool(config, federation, folder.checkpoint / "sent", workers) as pool, _interruptible() as stop:
+    with Pool(config, federation, folder.models, workers) as pool, _interruptible() as stop:
+        trainer = pool if trainers is None else trainers(link)
+        clients = keep_payloads(trainer, folder.path, config.round.keep_payloads)
         if server is None:
             server = Server(0, initial)
-            line = _line(folder, config, pool, server, Record(0, [], notes=notes), 0, time.perf_counter())
-            _commit(folder, server, line, on_round)
-        clients = keep_payloads(trainers or pool, folder.path, config.round.keep_payloads)
+            line = _line(folder, config, pool, server, link, Record(0, [], notes=notes), 0, time.perf_counter())
+            _commit(folder, server, link, line, on_round)
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
             begin = time.perf_counter()
-            server, record = run_round(server, config, federation, clients, folder.store)
-            for news in (pool.notes, [] if trainers is None else trainers.notes):
-                record.notes += news
-                news.clear()
-            line = _line(folder, config, pool, server, record, total, begin)
+            server, record = run_round(server, config, federation, clients, link)
+            for source in {id(w): w for w in (pool, trainer)}.values():
+                record.notes += source.notes
+                source.notes.clear()
+            line = _line(folder, config, pool, server, link, record, total, begin)
             total = line["bytes_total"]
-            _commit(folder, server, line, on_round)
+            _commit(folder, server, link, line, on_round)
     return _finish(folder, config, server)
 
 
-def _saved(folder: RunFolder, initial: State) -> Server | None:
+def _saved(folder: RunFolder, initial: State, link: ServerLink) -> Server | None:
     """The server as last saved, if it is of the same model."""
-    server = folder.load()
+    server = folder.load(link)
     if server is not None and server.state.layout != initial.layout:
         raise RunError(
             f"the checkpoint in {folder.path} is of another model than the one to continue with; a run on your own "
@@ -160,18 +163,27 @@ def _finish(folder: RunFolder, config: Config, server: Server) -> History:
     history = folder.history()
     summary = summarize(history, config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
-    write_tensors(folder.path / "payloads", server.state.layout)
+    write_tensors(folder.path / "payloads", message_layouts(config, server.state.layout))
     return History(history, summary.values, server.state, folder.path)
 
 
-def _commit(folder: RunFolder, server: Server, line: dict[str, Any], on_round: OnRound | None) -> None:
-    folder.save(server, line)
+def _commit(
+    folder: RunFolder, server: Server, link: ServerLink, line: dict[str, Any], on_round: OnRound | None
+) -> None:
+    folder.save(server, link, line)
     if on_round is not None:
         on_round(line)
 
 
 def _line(
-    folder: RunFolder, config: Config, pool: Pool, server: Server, record: Record, total: int, begin: float
+    folder: RunFolder,
+    config: Config,
+    pool: Pool,
+    server: Server,
+    link: ServerLink,
+    record: Record,
+    total: int,
+    begin: float,
 ) -> dict[str, Any]:
     """The history line of a round, evaluated if it is its turn."""
     line = asdict(record)
@@ -181,7 +193,7 @@ def _line(
     line["model"] = server.state.fingerprint.hex()
     if config.wire.client_cache:
         model_bytes = sum(t.numel() * t.element_size() for t in server.state.values())
-        line["cache"] = {"client_bytes": model_bytes, "server_bytes": folder.store.size(server.sent)}
+        line["cache"] = {"client_bytes": model_bytes, "server_bytes": link.history.size()}
     if record.round % config.round.eval_every == 0 or record.round == config.round.count:
         start = time.perf_counter()
         line |= _evaluate(folder, config, pool, server)
@@ -195,8 +207,10 @@ def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> 
     accuracy, loss = pool.evaluate(folder.model_path, server.state.fingerprint)
     result = {"accuracy": accuracy, "loss": loss}
     if config.round.eval_sent and config.down.rounding != "none":
-        link = downlink(config, config.qat.format if config.prepared else FP32)
-        sent = dequantize_state(quantize_down(config, server.round + 1, server.state, link))
+        cohort = cohort_size(config, len(pool.federation.eligible(config)))
+        wire = wire_for(config, config.qat.format if config.prepared else FP32)
+        entry = Entry(server.round + 1, b"", cohort, wire.places(cohort))
+        sent = dequantize_state(quantize_down(server.state, entry, wire, 0, config.seed))
         write_state(folder.model_path, sent, sync=False)
         result["accuracy_sent"] = pool.evaluate(folder.model_path, sent.fingerprint)[0]
     return result

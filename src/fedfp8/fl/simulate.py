@@ -13,18 +13,24 @@ import torch
 
 from fedfp8.errors import Fedfp8Error, RunError
 from fedfp8.fl.aggregate import WeightedMean
-from fedfp8.fl.broadcast import Broadcast, Server
 from fedfp8.fl.client import Reply, Task
 from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.federation import Federation
-from fedfp8.fl.links import downlink, receive_up, uplink
 from fedfp8.fl.server_opt import server_optimize
-from fedfp8.fl.store import ModelStore
+from fedfp8.link import ServerLink
 from fedfp8.model.state import State
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import CHECKSUM
 
-__all__ = ["Record", "Workers", "decode_update", "run_round", "sample", "server_step"]
+__all__ = ["Record", "Server", "Workers", "run_round", "sample", "server_step"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's model after a round. Who holds what is its link's to remember."""
+
+    round: int
+    state: State
 
 
 class Workers(Protocol):
@@ -53,35 +59,46 @@ class Record:
 
 
 def run_round(
-    server: Server, config: Config, federation: Federation, workers: Workers, store: ModelStore
+    server: Server, config: Config, federation: Federation, workers: Workers, link: ServerLink
 ) -> tuple[Server, Record]:
     """Server in, server out."""
     begin = time.perf_counter()
     cohort = sample(config, federation.eligible(config), server.round + 1)
-    record, digest = Record(server.round + 1, cohort), hashlib.blake2b(digest_size=8)
-    broadcast = Broadcast(config, server, store)  # quantized once
+    record, down, up = Record(server.round + 1, cohort), _digest(), _digest()
     mean = WeightedMean(server.state.layout)
-    links = {k: downlink(config, federation.formats[k]) for k in cohort}
-    tasks = (Task(record.round, k, broadcast.payload(links[k], k)) for k in cohort)  # bytes leave the server
+    round = link.open(server.state, cohort)
+
+    def task(client: int) -> Task:
+        held = link.usable(client)
+        payload = round.payload(client)  # quantized, encoded: bytes leave the server
+        down.update(payload[-CHECKSUM:])
+        entry = None if held is None else (link.history.entries[held[0]], held[1])
+        return Task(record.round, client, payload, round.orders(client), entry)
+
     # client: decode, LocalUpdate, quantize, encode; bytes come back, in client order
-    for reply in workers.train(tasks):
-        record.bytes_up += len(reply.payload)
-        record.bytes_down += reply.resent
-        digest.update(reply.payload[-CHECKSUM:])
+    for reply in workers.train(task(client) for client in cohort):
+        up.update(reply.payload[-CHECKSUM:])
         try:
-            update = decode_update(reply, config, federation, broadcast)
+            if reply.error:
+                raise RunError(reply.error)
+            update = round.receive(reply.client, reply.payload)  # decoded, checked, in the server's frame
         except Fedfp8Error as error:
             record.rejected.append({"client": reply.client, "reason": str(error)})
             continue
         mean.add(update, weight=federation.size(reply.client))
-        broadcast.returned(links[reply.client], reply.client, weight=federation.size(reply.client))
         record.losses.append(reply.loss)
     trained = time.perf_counter()
-    record.bytes_down += broadcast.bytes
-    record.digest_down, record.digest_up = broadcast.digest, digest.hexdigest()
-    state = server_step(config, server.state, broadcast, mean, record)
+    record.bytes_down = sum(round.traffic["down"].values()) + sum(round.traffic["resent"].values())
+    record.bytes_up = sum(round.traffic["up"].values())
+    record.digest_down, record.digest_up = down.hexdigest(), up.hexdigest()
+    state = server_step(config, server.state, mean, record)
+    link.close()
     record.seconds = {"train": trained - begin, "server": time.perf_counter() - trained}
-    return broadcast.next_server(state), record
+    return Server(record.round, state), record
+
+
+def _digest() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=8)
 
 
 def sample(config: Config, eligible: list[int], round: int) -> list[int]:
@@ -91,18 +108,8 @@ def sample(config: Config, eligible: list[int], round: int) -> list[int]:
     return sorted(eligible[i] for i in order[:size].tolist())
 
 
-def decode_update(reply: Reply, config: Config, federation: Federation, broadcast: Broadcast) -> State:
-    """A client's model, or an error that says why it cannot be used."""
-    if reply.error:
-        raise RunError(reply.error)
-    format = federation.formats[reply.client]
-    seed = derive_seed(config.seed, "up", broadcast.round, reply.client)
-    sent = broadcast.sent(downlink(config, format))
-    return receive_up(reply.payload, broadcast.server.state.layout, uplink(config, format), sent, seed)
-
-
-def server_step(config: Config, state: State, broadcast: Broadcast, mean: WeightedMean, record: Record) -> State:
-    """UQ: the weighted mean. UQ+: ServerOptimize. DQ: what the server has, plus what came back, less what it sent."""
+def server_step(config: Config, state: State, mean: WeightedMean, record: Record) -> State:
+    """UQ+: ServerOptimize. The others: the weighted mean; for DQ that is the server's model plus the mean change."""
     if mean.count < config.round.min_clients:
         raise RunError(
             f"round {record.round}: {mean.count} valid updates of {len(record.clients)}, fewer than round.min_clients="
@@ -115,11 +122,4 @@ def server_step(config: Config, state: State, broadcast: Broadcast, mean: Weight
         optimized, gain = server_optimize(mean, config.server, derive_seed(config.seed, "server", record.round))
         record.server_opt = gain.to_dict()
         return optimized
-    new = mean.result()
-    if config.down.rounding == "dithered" and config.dq.preserve:
-        sent = broadcast.mean_sent()
-        kept = {
-            s.name: state[s.name] + (new[s.name] - sent[s.name]) for s in state.layout if s.kind in ("fp8", "float")
-        }
-        return State(state.layout, {name: kept.get(name, tensor) for name, tensor in new.items()})
-    return new
+    return mean.result()

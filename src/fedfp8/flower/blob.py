@@ -4,48 +4,71 @@ Flower adds some 320 bytes to every Array and splits large ones into chunks by i
 type of its own, ``fedfp8/1``, that Flower carries without looking inside.
 """
 
+from io import BytesIO
+from math import prod
+
+import numpy as np
 from flwr.app import Array, ArrayRecord
 
 from fedfp8.errors import WireFormatError
-from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State
-from fedfp8.wire import decode, encode, header
 
-__all__ = ["STYPE", "blob_of", "is_blob", "record_of", "without_reference"]
+__all__ = ["STYPE", "blob_of", "numpy_view", "record_of", "short", "split"]
 
 STYPE = "fedfp8/1"
 KEY = "payload"
+NUMPY = "numpy.ndarray"  # Flower's name for what np.save wrote
+LONGEST = 400  # characters of what others sent that go into a log line or an error
 
 
-def record_of(payload: bytes) -> ArrayRecord:
-    return ArrayRecord({KEY: Array("uint8", (len(payload),), STYPE, payload)})
+def record_of(payload: bytes, name: str = KEY) -> ArrayRecord:
+    return ArrayRecord({name: Array("uint8", (len(payload),), STYPE, payload)})
 
 
-def is_blob(record: ArrayRecord) -> bool:
-    """Whether an ArrayRecord is a payload of ours rather than arrays of an app."""
-    return len(record) == 1 and next(iter(record.values())).stype == STYPE
+def split(record: ArrayRecord) -> tuple[dict[str, bytes], dict[str, Array]]:
+    """(payloads of ours by name, the other Arrays) of a record that came over the network."""
+    blobs = {name: _checked(array) for name, array in record.items() if array.stype == STYPE}
+    return blobs, {name: array for name, array in record.items() if name not in blobs}
 
 
 def blob_of(record: object) -> bytes:
-    """The payload of a record that came over the network; whatever else it may be is a WireFormatError."""
-    if not isinstance(record, ArrayRecord) or not is_blob(record):
-        raise WireFormatError(f"expected one Array of type {STYPE!r}, got {_describe(record)}; is fp8_mod in place?")
-    array = next(iter(record.values()))
+    """The payload of a record that holds one and nothing else; whatever else it may be is a WireFormatError."""
+    if isinstance(record, ArrayRecord) and len(record) == 1:
+        blobs, _ = split(record)
+        for payload in blobs.values():
+            return payload
+    raise WireFormatError(f"expected one Array of type {STYPE!r}, got {_describe(record)}; is fp8_mod in place?")
+
+
+def numpy_view(name: str, array: Array) -> np.ndarray:
+    """The values of an Array that holds what np.save wrote, without a copy; refused if it is anything else."""
+    try:
+        if array.stype != NUMPY:
+            raise ValueError(f"its type is {array.stype!r}")
+        data = memoryview(array.data)
+        head = 10 if data[6] == 1 else 12  # magic, version, and the length of the header in 2 or 4 bytes
+        start = head + int.from_bytes(data[8:head], "little")
+        read = np.lib.format.read_array_header_1_0 if data[6] == 1 else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(BytesIO(data[8:start]))
+        if bytes(data[:6]) != b"\x93NUMPY" or dtype.hasobject or prod(shape) * dtype.itemsize != len(data) - start:
+            raise ValueError("its header does not fit its bytes")
+        return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+    except (ValueError, TypeError, IndexError, EOFError, SyntaxError) as error:
+        raise WireFormatError(f"array {name!r} cannot be read as numbers ({short(error)}); send numpy arrays") from None
+
+
+def short(text: object) -> str:
+    """What another machine may have written, short enough for a log."""
+    text = str(text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} ... {text[-90:]}"
+
+
+def _checked(array: Array) -> bytes:
     if array.shape != (len(array.data),):
         raise WireFormatError(f"an Array of shape {array.shape} holds {len(array.data)} bytes; the message is damaged")
     return bytes(array.data)
 
 
-def without_reference(payload: bytes, layout: Layout | None, reference: State | None) -> bytes:
-    """The same quantized model, readable with no reference: coding is lossless, so nothing is drawn again."""
-    head = header(payload)
-    if head.reference_fingerprint is None:
-        return payload
-    message: QuantState = decode(payload, layout, reference=reference)
-    return encode(message, with_layout=head.has_layout)
-
-
 def _describe(record: object) -> str:
     if not isinstance(record, ArrayRecord):
         return "no ArrayRecord" if record is None else f"a {type(record).__name__}"
-    return f"{len(record)} Arrays of type {sorted({array.stype for array in record.values()})}"
+    return f"{len(record)} Arrays of type {short(sorted({array.stype for array in record.values()}))}"

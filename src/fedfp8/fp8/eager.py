@@ -16,11 +16,14 @@ def _wrap(x: torch.Tensor) -> torch.Tensor:
 
 
 def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
-    """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits."""
+    """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits.
+
+    A third key is the turn of `dither`.
+    """
     h = _wrap(torch.arange(n, dtype=torch.int64, device=device) * WEYL + int(keys[0]))
     h = _wrap((h ^ (h >> 16)) * 0x7FEB352D)
     h = _wrap((h ^ (h >> 15) ^ int(keys[1])) * 0x846CA68B)
-    return h.to(torch.int32)
+    return _wrap(h + sum(int(turn) for turn in keys[2:])).to(torch.int32)
 
 
 def dice(n: int, keys: Keys, device: torch.device) -> torch.Tensor:

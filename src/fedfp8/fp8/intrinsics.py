@@ -73,23 +73,25 @@ def _one_to_two(builder: Any, h: Any) -> Any:
 
 
 @intrinsic
-def uniform(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """u of one element, a multiple of 2**-23 in [0, 1)."""
+def uniform(typingctx: Any, index: Any, key0: Any, key1: Any, turn: Any) -> Any:
+    """u of one element, a multiple of 2**-23 in [0, 1), from the hash plus `turn`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(_one_to_two(builder, _hash(builder, *args)), F32(1))
+        *hashed, turn = args
+        return builder.fsub(_one_to_two(builder, builder.add(_hash(builder, *hashed), turn)), F32(1))
 
-    return types.float32(types.int64, types.uint32, types.uint32), codegen
+    return types.float32(types.int64, types.uint32, types.uint32, types.uint32), codegen
 
 
 @intrinsic
-def half_minus_uniform(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
+def half_minus_uniform(typingctx: Any, index: Any, key0: Any, key1: Any, turn: Any) -> Any:
     """1/2 - u, exact, one operation cheaper."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(F32(1.5), _one_to_two(builder, _hash(builder, *args)))
+        *hashed, turn = args
+        return builder.fsub(F32(1.5), _one_to_two(builder, builder.add(_hash(builder, *hashed), turn)))
 
-    return types.float32(types.int64, types.uint32, types.uint32), codegen
+    return types.float32(types.int64, types.uint32, types.uint32, types.uint32), codegen
 
 
 @intrinsic

@@ -14,7 +14,7 @@ version in `eager.py`. Only sums may be taken in another order (`plus`).
 
 The dice: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each; a bijection
 of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step; dither has
-u = 1/2 + floor(h / 2**9) / 2**23.
+u = 1/2 + floor(h / 2**9) / 2**23, after a turn (place / strata of 2**32) has been added to h modulo 2**32.
 """
 
 import numpy as np
@@ -98,26 +98,26 @@ def from_codes_wide(codes, out, scale_out, lowest, shift, offset, sign_shift):
 
 
 @kernel
-def dither(x, out, per_step, limit, key0, key1):
+def dither(x, out, per_step, limit, key0, key1, turn):
     """Returns non-zero if an element is not finite or |x| / step exceeds `limit`."""
     bad = False
     for i in range(x.size):
         y = x[i] * per_step
         bad |= not (abs(y) <= limit)
-        out[i] = np.int32(np.floor(y + uniform(i, key0, key1)))
+        out[i] = np.int32(np.floor(y + uniform(i, key0, key1, turn)))
     return bad
 
 
 @kernel
-def undither(k, out, step, key0, key1):
+def undither(k, out, step, key0, key1, turn):
     for i in range(k.size):
-        out[i] = (F(k[i]) + half_minus_uniform(i, key0, key1)) * step
+        out[i] = (F(k[i]) + half_minus_uniform(i, key0, key1, turn)) * step
 
 
 @kernel
-def dice(out, key0, key1):
+def dice(out, key0, key1, turn):
     for i in range(out.size):
-        out[i] = uniform(i, key0, key1)
+        out[i] = uniform(i, key0, key1, turn)
 
 
 # Sums: `partial` gets one float64 per CHUNK elements, so that the total does not depend on the number of threads.
@@ -219,7 +219,7 @@ def error_stochastic(w, target, partial, scale_in, scale_out, top, lowest, magic
 
 @kernel
 def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
-    """One straight-through gradient step on ||Q_rand(w) - target||**2 (the paper's equation 5)."""
+    """One straight-through gradient step on ||Q_rand(w) - target||**2 (the paper's equation 7)."""
     for i in range(w.size):
         y = min(max(w[i] * scale_in, -top), top)
         b = max(binade(y), lowest)

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["WEYL", "Keys", "dice_keys", "run"]
+from fedfp8.errors import QuantizationError
 
-Keys = tuple[np.uint32, np.uint32]
+__all__ = ["STRATA_MAX", "WEYL", "Keys", "dice_keys", "dither_keys", "run"]
+
+Keys = tuple[np.uint32, ...]  # two of the hash, and for dither the turn
+STRATA_MAX = 256
 WEYL = 0x9E3779B9  # 2**32 / golden ratio, odd: without it dice 16, 1024, 4096 elements apart were visibly dependent
 SMALLEST_PIECE = 1 << 17  # below this a thread costs more than it saves
 ALIGNED = 1 << 15  # elements; the `chunk` of every kernel that sums divides it
@@ -30,6 +33,15 @@ def dice_keys(seed: int) -> Keys:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     z ^= z >> 31
     return np.uint32(z & 0xFFFFFFFF), np.uint32(z >> 32)
+
+
+def dither_keys(seed: int, place: int = 0, strata: int = 1) -> Keys:
+    """The keys of `dither`: those of the seed, and the turn, place / strata of a cell, that is added to the hash."""
+    if not (1 <= index(strata) <= STRATA_MAX and 0 <= index(place) < strata):
+        raise QuantizationError(
+            f"place {place} of {strata} strata; strata go from 1 to {STRATA_MAX} and places from 0 to strata - 1"
+        )
+    return *dice_keys(seed), np.uint32(place * (2**32 // strata))
 
 
 def _pieces(n: int) -> list[tuple[int, int]]:
@@ -49,7 +61,7 @@ def run(
     partial: np.ndarray | None = None,
     chunk: int = 1,
 ) -> list[Any]:
-    """``kernel(*arrays, [partial,] *constants, [key0, key1])`` over all pieces; returns what the calls returned.
+    """``kernel(*arrays, [partial,] *constants, *keys)`` over all pieces; returns what the calls returned.
 
     `partial` holds one number per `chunk` elements and is cut along.
     """
@@ -65,7 +77,7 @@ def run(
         start, stop = piece
         cut = tuple(a[start:stop] for a in arrays)
         sums = () if partial is None else (partial[start // chunk : -(-stop // chunk)],)
-        dice = () if keys is None else (np.uint32((int(keys[0]) + WEYL * start) % 2**32), keys[1])
+        dice = () if keys is None else (np.uint32((int(keys[0]) + WEYL * start) % 2**32), *keys[1:])
         return kernel(*cut, *sums, *constants, *dice)
 
     pool = _pools.get(os.getpid())

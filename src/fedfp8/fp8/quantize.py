@@ -19,7 +19,7 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import eager
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
-from fedfp8.fp8.parallel import Keys, dice_keys, run
+from fedfp8.fp8.parallel import Keys, dice_keys, dither_keys, run
 from fedfp8.fp8.strides import flat, has_kernel, through
 
 __all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undither"]
@@ -109,15 +109,20 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
     return through(kernels.from_codes, codes, torch.float32, constants)[0]
 
 
-def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) -> torch.Tensor:
-    """int32 k = floor(x / step + u) on the uniform grid, u the dice of (seed, flat index).
+def dither(
+    x: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
+) -> torch.Tensor:
+    """int32 k = floor(x / step + u) on the uniform grid, u the dice of (seed, flat index) turned by place / strata.
 
     ``undither(k, step, seed=seed)`` then errs by a uniform variable in (-step/2, step/2) that does not depend on x, up
     to float32 rounding of 2**-21 * |x|. |x| / step above 2**20 is refused: the dice would be lost in float32.
+
+    Senders of the same seed with a place each (0 <= place < strata <= 256) have errors that are evenly spaced: each
+    alone is as uniform as ever, and the mean of all places lies within step / (2 * strata) of x.
     """
     check_float(x, name)
     step = _step_value(step, name)
-    per_step, keys = np.float32(1.0 / step), dice_keys(seed)
+    per_step, keys = np.float32(1.0 / step), dither_keys(seed, place, strata)
     if has_kernel(x):
         from fedfp8.fp8 import kernels
 
@@ -137,13 +142,15 @@ def dither(x: torch.Tensor, step: float, *, seed: int, name: str | None = None) 
     return out
 
 
-def undither(k: torch.Tensor, step: float, *, seed: int, name: str | None = None) -> torch.Tensor:
-    """float32 step * (k + 1/2 - u) with the dice `dither` used."""
+def undither(
+    k: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
+) -> torch.Tensor:
+    """float32 step * (k + 1/2 - u) with the dice `dither` used: the same seed, place and strata."""
     if k.dtype != torch.int32:
         raise QuantizationError(
             f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns"
         )
-    step, keys = _step_value(step, name), dice_keys(seed)
+    step, keys = _step_value(step, name), dither_keys(seed, place, strata)
     if k.device.type != "cpu":
         ordered, restore = flat(k)
         return restore(eager.undither(ordered, step, keys))
@@ -152,12 +159,12 @@ def undither(k: torch.Tensor, step: float, *, seed: int, name: str | None = None
     return through(kernels.undither, k, torch.float32, (np.float32(step),), keys)[0]
 
 
-def hash_uniform(seed: int, n: int) -> torch.Tensor:
+def hash_uniform(seed: int, n: int, *, place: int = 0, strata: int = 1) -> torch.Tensor:
     """The dice of elements 0 .. n-1 as float32 in [0, 1)."""
     from fedfp8.fp8 import kernels
 
     out = torch.empty(n, dtype=torch.float32)
-    run(kernels.dice, (out.numpy(),), (), dice_keys(seed))
+    run(kernels.dice, (out.numpy(),), (), dither_keys(seed, place, strata))
     return out
 
 

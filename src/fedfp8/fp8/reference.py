@@ -14,6 +14,8 @@ __all__ = [
     "VALUE_ERROR",
     "between",
     "decode",
+    "dice",
+    "dither",
     "encode",
     "gradients",
     "magnitudes",
@@ -21,6 +23,7 @@ __all__ = [
     "paper_quantize",
     "position",
     "top",
+    "undither",
 ]
 
 # fl(x * fl(top / alpha)): two roundings of 2**-24 each; 2**-47 covers their product and the float64 arithmetic here.
@@ -81,7 +84,7 @@ def decode(codes: np.ndarray, alpha: float, e: int, m: int) -> np.ndarray:
 
 
 def paper_quantize(x: np.ndarray, alpha: float, e: int, m: int) -> np.ndarray:
-    """Q_det of section 3.2 letter by letter, with its real-valued bias b: leaves the grid by float64 ulps."""
+    """Q_det of section 3.3 letter by letter, with its real-valued bias b: leaves the grid by float64 ulps."""
     b = 2**e - np.log2(alpha) + np.log2(2 - 2.0**-m) - 1
     with np.errstate(divide="ignore"):
         level = np.floor(np.log2(np.abs(x)) + b)
@@ -91,8 +94,37 @@ def paper_quantize(x: np.ndarray, alpha: float, e: int, m: int) -> np.ndarray:
 
 
 def gradients(x: np.ndarray, q: np.ndarray, g: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """dL/dx and the terms of dL/dalpha, element by element (design section 3), for upstream gradients g."""
+    """dL/dx and the terms of dL/dalpha, element by element (docs/numerics.md), for upstream gradients g."""
     inside, tie = np.abs(x) < alpha, np.abs(x) == alpha
     keep = np.where(inside, 1.0, np.where(tie, 0.5, 0.0))
     to_alpha = np.where(inside, (q - x) / alpha, np.where(tie, 0.5, 1.0) * np.sign(x))
     return g * keep, g * to_alpha
+
+
+def dice(seed: int, n: int, place: int = 0, strata: int = 1) -> np.ndarray:
+    """u of elements 0 .. n-1, from the formulas of docs/numerics.md in Python's integers."""
+    word, wide = 2**32, 2**64
+    z = (seed + 0x9E3779B97F4A7C15) % wide
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % wide
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % wide
+    key1, key0 = divmod(z ^ z >> 31, word)
+    found = []
+    for i in range(n):
+        h = (0x9E3779B9 * i + key0) % word
+        h = (h ^ h >> 16) * 0x7FEB352D % word
+        h = (h ^ h >> 15 ^ key1) * 0x846CA68B % word
+        h = (h + place * (word // strata)) % word
+        signed = h - word if h >= word // 2 else h
+        found.append(0.5 + signed // 2**9 / 2**23)
+    return np.array(found)
+
+
+def dither(x: np.ndarray, step: float, u: np.ndarray) -> np.ndarray:
+    """floor(x / step + u) with the roundings to float32 that the format prescribes."""
+    y = (np.asarray(x, np.float64) * float(np.float32(1.0 / step))).astype(np.float32)
+    return np.floor((y.astype(np.float64) + u).astype(np.float32)).astype(np.int32)
+
+
+def undither(k: np.ndarray, step: float, u: np.ndarray) -> np.ndarray:
+    centre = (k.astype(np.float32).astype(np.float64) + (0.5 - u)).astype(np.float32)
+    return (centre.astype(np.float64) * step).astype(np.float32)

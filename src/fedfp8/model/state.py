@@ -1,13 +1,8 @@
 """A model's values, and the lossy step: what is sent instead of them.
 
 `State` is what both ends reason about: named float32 (and integer) tensors. `quantize_state` turns it into a
-`QuantState`, integers and a few floats, by one of four roundings; `dequantize_state` gives the values the receiver
-works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
-
-    none        everything as it is (the FP32 baseline)
-    nearest     FP8 codes of the weights, Q_det; the rest as it is
-    stochastic  FP8 codes of the weights, Q_rand with the message's dice
-    dithered    int32 on a uniform grid for every float tensor, one step each (DQ); ranges as they are
+`QuantState`, integers and a few floats, by one of the roundings of `rounding.py`; `dequantize_state` gives the values
+the receiver works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
 
 Every message has its own seed and every tensor its own dice, so rounding errors are independent.
 """
@@ -21,14 +16,14 @@ import numpy as np
 import torch
 
 from fedfp8.errors import QuantizationError
-from fedfp8.fp8 import dither, from_codes, rms, to_codes, undither
+from fedfp8.fp8 import rms
+from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantize import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.rounding import ROUNDINGS, Draw
 from fedfp8.rng import derive_seed
 
-__all__ = ["ROUNDINGS", "QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]
-
-ROUNDINGS = ("none", "nearest", "stochastic", "dithered")
+__all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +87,18 @@ class QuantState:
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
+    place: int = 0  # of the sender among the `strata` of a cohort that shares its dice (dithered only)
+    strata: int = 1
+    change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
+
+    def draw(self, index: int) -> Draw:
+        """The random bits of tensor `index`."""
+        return Draw(tensor_seed(self.seed, index), self.place, self.strata)
 
 
 def tensor_seed(seed: int, index: int) -> int:
     """The seed of the dice of tensor `index` of a message."""
     return derive_seed(seed, "tensor", index)
-
-
-def coded_kinds(rounding: str) -> tuple[str, ...]:
-    """Which kinds of tensors travel as codes; the others travel as they are."""
-    return {"none": (), "nearest": ("fp8",), "stochastic": ("fp8",), "dithered": ("fp8", "float")}[rounding]
 
 
 def quantize_state(
@@ -112,57 +109,52 @@ def quantize_state(
     step: "float | Mapping[str, float] | None" = None,
     step_of: str = "weights",
     reference: State | None = None,
+    place: int = 0,
+    strata: int = 1,
+    change: bool = False,
 ) -> QuantState:
     """Quantize a whole state.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
-    ``step_of="update"``, or a mapping name -> absolute step.
+    ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
+    change: marks `state` as one of differences; nothing is subtracted here.
     """
     if rounding not in ROUNDINGS:
         raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
-    if (step is not None) != (rounding == "dithered"):
+    rule = ROUNDINGS[rounding]
+    if (step is not None) != rule.has_steps:
         raise QuantizationError(
             f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
         )
-    q = QuantState(state.layout, rounding, seed)
+    if not rule.has_steps and (place, strata, change) != (0, 1, False):
+        raise QuantizationError(
+            f"place={place}, strata={strata}, change={change} with rounding={rounding!r}; they belong to 'dithered'"
+        )
+    dither_keys(seed, place, strata)  # refuses places that do not exist, even where every tensor is zero
+    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change)
     for index, spec in enumerate(state.layout):
-        tensor, dice = state[spec.name], tensor_seed(seed, index)
-        if spec.kind not in coded_kinds(rounding):
+        tensor = state[spec.name]
+        if spec.kind not in rule.kinds:
             q.rest[spec.name] = tensor
-        elif rounding == "dithered":
-            size = _step(spec, tensor, step, step_of, reference)
+            continue
+        size = _step(spec, tensor, step, step_of, reference) if rule.has_steps else 0.0
+        alpha = state[spec.range] if rule.has_ranges and spec.range is not None else None
+        q.codes[spec.name] = rule.quantize(spec, tensor.view(-1), alpha, size, q.draw(index))
+        if rule.has_steps:
             q.steps[spec.name] = size
-            q.codes[spec.name] = (
-                dither(tensor.view(-1), size, seed=dice, name=spec.name)
-                if size
-                else torch.zeros(spec.size, dtype=torch.int32)
-            )
-        else:
-            assert spec.range is not None and spec.format is not None
-            alpha = state[spec.range]
-            codes = to_codes(tensor.view(-1), alpha, spec.format, rounding=rounding, seed=dice, name=spec.name)
-            q.codes[spec.name] = codes
     return q
 
 
 def dequantize_state(q: QuantState) -> State:
     """The values the receiver works with."""
-    tensors: dict[str, torch.Tensor] = {}
+    rule, tensors = ROUNDINGS[q.rounding], dict[str, torch.Tensor]()
     for index, spec in enumerate(q.layout):
         if spec.name in q.rest:
             tensors[spec.name] = q.rest[spec.name]
-        elif q.rounding == "dithered":
-            step = q.steps[spec.name]
-            flat = (
-                undither(q.codes[spec.name], step, seed=tensor_seed(q.seed, index), name=spec.name)
-                if step
-                else torch.zeros(spec.size)
-            )
-            tensors[spec.name] = flat.view(spec.shape)
-        else:
-            assert spec.range is not None and spec.format is not None
-            values = from_codes(q.codes[spec.name], q.rest[spec.range], spec.format, name=spec.name)
-            tensors[spec.name] = values.view(spec.shape)
+            continue
+        alpha = q.rest[spec.range] if rule.has_ranges and spec.range is not None else None
+        flat = rule.dequantize(spec, q.codes[spec.name], alpha, q.steps.get(spec.name, 0.0), q.draw(index))
+        tensors[spec.name] = flat.view(spec.shape)
     return State(q.layout, tensors)
 
 

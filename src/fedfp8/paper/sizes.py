@@ -17,9 +17,10 @@ from fedfp8.errors import RunError
 from fedfp8.fl.checkpoint import read_config
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
-from fedfp8.fl.links import downlink, quantize_down, quantize_up, uplink
-from fedfp8.fl.store import read_state, write_atomic
-from fedfp8.model.state import State, dequantize_state
+from fedfp8.fl.wires import wire_for
+from fedfp8.link.store import read_state, write_atomic
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import State, quantize_state
 from fedfp8.paper.records import find_runs
 from fedfp8.wire import encode
 
@@ -54,12 +55,12 @@ def measure_missing(folder: Path) -> list[Path]:
 
 def raw_sizes(config: Config, state: State) -> dict[str, Any]:
     """``{"down_raw": bytes, "up_raw": bytes}``, or a reason why there is no such number."""
-    if "dithered" in (config.up.rounding, config.down.rounding):
+    if any(ROUNDINGS[link.rounding].has_steps for link in (config.up, config.down)):
         return {"reason": "raw dithered integers have another length in every round"}
     if config.clients.formats:
         return {"reason": "clients have several formats"}
     format = config.qat.format if config.prepared else FP32
-    down = quantize_down(config, 1, state, downlink(config, format))
-    received = dequantize_state(down)
-    up = quantize_up(config, 1, 0, state, received, uplink(config, format))
+    wire = wire_for(config, format)
+    down = quantize_state(state.with_layout(wire.layout_down(state.layout)), rounding=wire.down)
+    up = quantize_state(state.with_layout(wire.layout_up(state.layout)), rounding=wire.up)
     return {"down_raw": len(encode(down, lossless=False)), "up_raw": len(encode(up, lossless=False))}

@@ -2,12 +2,14 @@
 
 raw         a fixed number of bits an element (`rawbits.py`)
 static      entropy coded on its own: FP8 codes by their frequencies; dithered integers given the dice alone
-reference   coded as steps from the reference, quantized to the new grid with the message's own dice (or, with the
+reference   coded as steps from a reference, quantized to the new grid with the message's own dice (or, with the
             flag NO_DICE, without them: better for weights that already sit on the grid)
 same        exactly that prediction: no data at all
+
+Which of the message's references it is stands in the mode too, from bit INDEX on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +17,39 @@ import numpy as np
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.model.layout import TensorSpec
-from fedfp8.model.state import QuantState, State, coded_kinds, tensor_seed
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, tensor_seed
 from fedfp8.wire import rawbits, steps, stream
+from fedfp8.wire.container import REFERENCES, version_of
 
-__all__ = ["NO_DICE", "RAW", "REFERENCE", "SAME", "STATIC", "Plan", "decode", "encode", "mode_name", "plans"]
+__all__ = [
+    "INDEX",
+    "NO_DICE",
+    "RAW",
+    "REFERENCE",
+    "SAME",
+    "STATIC",
+    "Plan",
+    "Reference",
+    "decode",
+    "encode",
+    "mode_name",
+    "plans",
+    "reference_of",
+]
 
 RAW, STATIC, REFERENCE, SAME = range(4)
 NO_DICE = 4
+INDEX = 3
 MODES = ("raw", "static", "reference", "same")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The same tensor of a model that both sides hold."""
+
+    values: np.ndarray
+    rms: float  # for dithered tensors, else 0
 
 
 @dataclass(frozen=True)
@@ -36,8 +63,10 @@ class Plan:
     seed: int
     alpha: float
     step: float
-    reference: np.ndarray | None
-    reference_rms: float  # of a dithered tensor's reference, else 0
+    references: tuple[Reference, ...]
+    place: int = 0
+    strata: int = 1
+    version: int = 1  # of the format, as far as the sender's choices go
 
     @property
     def name(self) -> str:
@@ -64,24 +93,35 @@ class Plan:
         return self.size == 0 or (self.dithered and self.step == 0.0)
 
 
-def plans(q: QuantState, reference: State | None) -> Iterator[Plan]:
+def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
     """The coded tensors of a message, in order. Needs the ranges and steps of `q`, not its codes."""
-    dithered = q.rounding == "dithered"
+    rule, version = ROUNDINGS[q.rounding], version_of(q, len(references))
+    dithered = rule.has_steps
     for index, spec in enumerate(q.layout):
-        if spec.kind not in coded_kinds(q.rounding):
+        if spec.kind not in rule.kinds:
             continue
         alpha = 0.0 if dithered or spec.range is None else float(q.rest[spec.range])
         step = q.steps[spec.name] if dithered else 0.0
-        values = None if reference is None else reference[spec.name].view(-1).numpy()
-        size = 0.0 if reference is None or not dithered else reference.rms(spec.name)
-        seed = tensor_seed(q.seed, index)
-        yield Plan(spec, spec.size, dithered, q.rounding != "nearest", seed, alpha, step, values, size)
+        given = tuple(
+            Reference(state[spec.name].view(-1).numpy(), state.rms(spec.name) if dithered else 0.0)
+            for state in references
+        )
+        seed, dice = tensor_seed(q.seed, index), rule.is_random
+        yield Plan(spec, spec.size, dithered, dice, seed, alpha, step, given, q.place, q.strata, version)
 
 
-def mode_name(mode: int) -> str:
-    if mode not in (RAW, STATIC, REFERENCE, SAME, REFERENCE | NO_DICE, SAME | NO_DICE):
+def mode_name(mode: int, references: int = 1) -> str:
+    """For people; which reference it is where a message has several."""
+    given = mode & 3 in (REFERENCE, SAME)
+    if mode >> INDEX >= REFERENCES or (mode & ~3 and not given):
         return f"unknown ({mode})"
-    return MODES[mode & 3] + (", no dice" if mode & NO_DICE else "")
+    index = f" {(mode >> INDEX) + 1}" if given and (references > 1 or mode >> INDEX) else ""
+    return MODES[mode & 3] + index + (", no dice" if mode & NO_DICE else "")
+
+
+def reference_of(mode: int) -> int | None:
+    """Which of the message's references a mode asks for; None for raw and static."""
+    return mode >> INDEX if mode & 3 in (REFERENCE, SAME) else None
 
 
 def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
@@ -94,7 +134,7 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
     if lossless and not plan.dithered and not codes.any():
         return STATIC, b""
     found: list[tuple[int, bytes]] = []
-    if lossless and steps.has_ranks(plan, codes) and (plan.reference is not None or plan.dithered):
+    if lossless and steps.has_ranks(plan, codes) and (plan.references or plan.dithered):
         found.append(_steps(plan, codes))
     raw = rawbits.packed_size(plan.size, plan.bits) if not plan.dithered else rawbits.signed_size(codes)
     # Where a reference halves the bytes, coding the codes on their own cannot win: do not spend the time.
@@ -107,10 +147,18 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
 
 
 def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
-    dice, data = steps.encode(plan, codes, plan.reference)
-    if plan.reference is None:
+    """As steps from whatever reference, or from none, promises the fewest bits on a sample."""
+    candidates: list[int | None] = [*range(len(plan.references))]
+    if plan.dithered and (plan.version > 1 or not candidates):  # version 1 always took its reference
+        candidates.append(None)
+    found = [steps.fit(plan, codes, None if i is None else plan.references[i]) for i in candidates]
+    best = min(range(len(found)), key=lambda i: found[i].cost)
+    index, fitted = candidates[best], found[best]
+    data = steps.encode(plan, codes, fitted)
+    if index is None:
         return STATIC, data
-    return (REFERENCE if data else SAME) | (0 if dice or not plan.dice else NO_DICE), data
+    mode = (REFERENCE if data else SAME) | (0 if fitted.predictor.dice or not plan.dice else NO_DICE)
+    return mode | index << INDEX, data
 
 
 def decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
@@ -132,13 +180,18 @@ def _decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
         return stream.decode_bytes(data, plan.size, plan.bits)
     if mode == STATIC:
         return steps.decode(plan, data, None, True)
-    if mode & 3 not in (REFERENCE, SAME) or mode > (SAME | NO_DICE) or (mode & NO_DICE and plan.dithered):
+    index = reference_of(mode)
+    if index is None or (mode & NO_DICE and plan.dithered):
         raise WireFormatError("this mode does not exist in this version; the message is damaged or from a newer fedfp8")
-    if plan.reference is None:
-        raise WireFormatError("needs a reference, but the header names none; the message is damaged")
+    if index >= len(plan.references):
+        raise WireFormatError(
+            f"needs reference {index + 1}, but the header names {len(plan.references) or 'none'}; the message is "
+            "damaged"
+        )
+    reference = plan.references[index]
     dice = plan.dice and not mode & NO_DICE
     if mode & 3 == SAME:
         if data:
             raise WireFormatError(f"{len(data)} bytes where none belong; the message is damaged")
-        return steps.predicted(plan, plan.reference, dice)
-    return steps.decode(plan, data, plan.reference, dice)
+        return steps.predicted(plan, reference, dice)
+    return steps.decode(plan, data, reference, dice)

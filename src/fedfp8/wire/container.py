@@ -1,26 +1,48 @@
 """The outside of a payload: header, optional layout section, checksum, and a reader that never runs past the end.
 
-    magic "fp8w" | version | flags | layout fingerprint | seed | [reference fingerprint] | [layout] | body | checksum
+    version 1   magic "fp8w" | 1 | flags | layout fingerprint | seed | [reference fingerprint]
+    version 2   magic "fp8w" | 2 | flags | rounding | place | strata - 1 | layout fingerprint | seed | reference
+                fingerprints, 0 to 3
+    then        [layout] | body | checksum
 
-All integers are little-endian. A payload is hostile until its checksum and every length in it have been checked, and
-every check happens before anything of that length is allocated.
+A message is of version 1 unless it needs something that only version 2 has (`version_of`). Integers are little-endian.
+A payload is hostile until its checksum and every length in it have been checked, and every check happens before
+anything of that length is allocated.
 """
 
 import hashlib
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedfp8.errors import WireFormatError
+from fedfp8.fp8.parallel import STRATA_MAX
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import ROUNDINGS
+from fedfp8.model.rounding import ROUNDINGS, rounding_of
+from fedfp8.model.state import QuantState
 
-__all__ = ["CHECKSUM", "VERSION", "Header", "Reader", "checked_body", "header", "seal", "varint", "write_header"]
+__all__ = [
+    "CHECKSUM",
+    "REFERENCES",
+    "VERSION",
+    "Header",
+    "Reader",
+    "checked_body",
+    "header",
+    "seal",
+    "varint",
+    "verified",
+    "version_of",
+    "write_header",
+]
 
 MAGIC = b"fp8w"
-VERSION = 1
+VERSION = 2  # the newest
 FINGERPRINT = 8
 CHECKSUM = 8  # bytes; the last ones of a payload
-HAS_REFERENCE, HAS_LAYOUT = 1, 2  # flags; bits 2 and 3 are the rounding, the others must be 0
+REFERENCES = 3  # at most, in a message
+HAS_REFERENCE, HAS_LAYOUT = 1, 2  # flags of version 1; bits 2 and 3 are the rounding, the others must be 0
+HAS_LAYOUT_2, IS_CHANGE = 4, 8  # flags of version 2; bits 0 and 1 count the references, the others must be 0
 LAYOUT_LIMIT = 1 << 24  # bytes of a layout once decompressed: far above any model, far below harm
 AGAIN = "the message is damaged or cut short: ask the sender for it again"
 
@@ -33,12 +55,20 @@ class Header:
     rounding: str
     seed: int
     layout_fingerprint: bytes
-    reference_fingerprint: bytes | None
+    reference_fingerprints: tuple[bytes, ...]
     has_layout: bool
+    place: int = 0
+    strata: int = 1
+    change: bool = False
+
+    @property
+    def reference_fingerprint(self) -> bytes | None:
+        """The first of them."""
+        return self.reference_fingerprints[0] if self.reference_fingerprints else None
 
     @property
     def size(self) -> int:
-        return 6 + 2 * FINGERPRINT + (0 if self.reference_fingerprint is None else FINGERPRINT)
+        return (6 if self.version == 1 else 9) + FINGERPRINT * (2 + len(self.reference_fingerprints))
 
 
 class Reader:
@@ -85,15 +115,35 @@ def varint(value: int) -> bytes:
     return bytes([*groups, value])
 
 
-def write_header(layout: Layout, rounding: str, seed: int, reference: bytes | None, with_layout: bool) -> bytes:
-    if not 0 <= seed < 2**63:
-        raise WireFormatError(f"seed is {seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
-    flags = (HAS_REFERENCE if reference else 0) | (HAS_LAYOUT if with_layout else 0) | ROUNDINGS.index(rounding) << 2
-    head = MAGIC + bytes([VERSION, flags]) + layout.fingerprint + seed.to_bytes(8, "little") + (reference or b"")
+def version_of(q: QuantState, references: int) -> int:
+    """Of a message of `q` that is coded given this many references."""
+    return 2 if q.strata > 1 or q.change or references > 1 else 1
+
+
+def write_header(q: QuantState, references: Sequence[bytes], with_layout: bool) -> bytes:
+    if not 0 <= q.seed < 2**63:
+        raise WireFormatError(f"seed is {q.seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
+    _check_place(q.rounding, q.place, q.strata, q.change, "use quantize_state")
+    rounding, count = ROUNDINGS[q.rounding].number, len(references)
+    if version_of(q, count) == 1:
+        start = bytes([1, count * HAS_REFERENCE | with_layout * HAS_LAYOUT | rounding << 2])
+    else:
+        flags = count | with_layout * HAS_LAYOUT_2 | q.change * IS_CHANGE
+        start = bytes([2, flags, rounding, q.place, q.strata - 1])
+    head = b"".join([MAGIC, start, q.layout.fingerprint, q.seed.to_bytes(8, "little"), *references])
     if not with_layout:
         return head
-    packed = zlib.compress(layout.to_bytes(), 9)
+    packed = zlib.compress(q.layout.to_bytes(), 9)
     return head + varint(len(packed)) + packed
+
+
+def _check_place(rounding: str, place: int, strata: int, change: bool, advice: str) -> None:
+    if not (1 <= strata <= STRATA_MAX and 0 <= place < strata):
+        raise WireFormatError(f"place {place} of {strata} strata; places go from 0 to strata - 1; {advice}")
+    if not ROUNDINGS[rounding].has_steps and (strata > 1 or change):
+        raise WireFormatError(
+            f"strata {strata}, change {change} with rounding {rounding}; only dithered has them; {advice}"
+        )
 
 
 def seal(*parts: "bytes | memoryview") -> bytes:
@@ -110,36 +160,51 @@ def header(payload: bytes) -> Header:
     if bytes(r.take(4, "magic")) != MAGIC:
         raise WireFormatError(f"payload begins with {bytes(payload[:4])!r}, not {MAGIC!r}: it is not a fedfp8 message")
     version, flags = r.take(2, "version and flags")
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise WireFormatError(
-            f"payload version is {version}; this fedfp8 reads version {VERSION}: update the older side"
+            f"payload version is {version}; this fedfp8 reads versions 1 and {VERSION}: update the older side"
         )
     if flags >> 4:
-        raise WireFormatError(f"flags are {flags:#04x}; bits 4 to 7 must be 0 in version {VERSION}; {AGAIN}")
+        raise WireFormatError(f"flags are {flags:#04x}; bits 4 to 7 must be 0 in version {version}; {AGAIN}")
+    place, strata, change = 0, 1, False
+    if version == 1:
+        rounding, references, has_layout = flags >> 2, flags & HAS_REFERENCE, bool(flags & HAS_LAYOUT)
+    else:
+        rounding, place, more = r.take(3, "rounding, place and strata")
+        strata, references = more + 1, flags & 3
+        has_layout, change = bool(flags & HAS_LAYOUT_2), bool(flags & IS_CHANGE)
+        if rounding >= len(ROUNDINGS):
+            raise WireFormatError(f"rounding is {rounding}; version {version} has 0 to {len(ROUNDINGS) - 1}; {AGAIN}")
+        _check_place(rounding_of(rounding).name, place, strata, change, AGAIN)
     layout = bytes(r.take(FINGERPRINT, "layout fingerprint"))
     seed = int.from_bytes(r.take(8, "seed"), "little")
     if seed >> 63:
         raise WireFormatError(f"seed is {seed}, above 63 bits; {AGAIN}")
-    reference = bytes(r.take(FINGERPRINT, "reference fingerprint")) if flags & HAS_REFERENCE else None
-    return Header(version, ROUNDINGS[flags >> 2 & 3], seed, layout, reference, bool(flags & HAS_LAYOUT))
+    named = tuple(bytes(r.take(FINGERPRINT, "reference fingerprint")) for _ in range(references))
+    return Header(version, rounding_of(rounding).name, seed, layout, named, has_layout, place, strata, change)
+
+
+def verified(payload: bytes) -> tuple[Header, Reader]:
+    """The header, and a reader after it, of a payload whose checksum is right."""
+    head, body = header(payload), memoryview(payload)[:-CHECKSUM]
+    if len(payload) < head.size + CHECKSUM or payload[-CHECKSUM:] != _checksum(body).digest():
+        raise WireFormatError(f"checksum of the payload ({len(payload)} bytes) does not match; {AGAIN}")
+    return head, Reader(body[head.size :])
 
 
 def checked_body(payload: bytes, layout: Layout | None) -> tuple[Header, Layout, Reader]:
     """The header, the layout (the payload's own, or the given one) and a reader at the start of the body."""
-    head, body = header(payload), memoryview(payload)[:-CHECKSUM]
-    if len(payload) < head.size + CHECKSUM or payload[-CHECKSUM:] != _checksum(body).digest():
-        raise WireFormatError(f"checksum of the payload ({len(payload)} bytes) does not match; {AGAIN}")
-    reader = Reader(body[head.size :])
+    head, reader = verified(payload)
     if head.has_layout:
         own = _read_layout(reader)
         if own.fingerprint != head.layout_fingerprint:
             raise WireFormatError(f"layout section does not match the layout fingerprint; {AGAIN}")
-        if layout is None and head.reference_fingerprint is None and own.num_elements > 1024 * (64 + len(payload)):
+        if layout is None and not head.reference_fingerprints and own.num_elements > 1024 * (64 + len(payload)):
             raise WireFormatError(
                 f"the payload's own layout has {own.num_elements} elements, too many for its {len(payload)} bytes to "
                 "be believed; if you expect such a model, pass its layout"
             )
-        layout = layout or own
+        layout = own if layout is None else layout
     if layout is None:
         raise WireFormatError(
             "the payload carries no layout; pass the model's layout, or have the sender encode with with_layout=True"

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, coded_kinds
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState
 from fedfp8.wire import codec
-from fedfp8.wire.container import Header, Reader, checked_body, header
+from fedfp8.wire.container import Header, Reader, checked_body, verified
 from fedfp8.wire.message import read_plain, records
 
 __all__ = ["Inspection", "Row", "inspect"]
@@ -51,8 +52,9 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         head = asdict(self.header)
-        for key in ("layout_fingerprint", "reference_fingerprint"):
-            head[key] = head[key] and head[key].hex()
+        head["layout_fingerprint"] = self.header.layout_fingerprint.hex()
+        named = [fingerprint.hex() for fingerprint in self.header.reference_fingerprints]
+        head["reference_fingerprint"], head["reference_fingerprints"] = named[0] if named else None, named
         rows = None
         if self.rows is not None:
             rows = [{**asdict(row), "bits_per_weight": row.bits_per_weight} for row in self.rows]
@@ -61,9 +63,11 @@ class Inspection:
 
     def __str__(self) -> str:
         head = self.header
-        reference = head.reference_fingerprint.hex() if head.reference_fingerprint else "none"
+        reference = ", ".join(named.hex() for named in head.reference_fingerprints) or "none"
+        place = f", place {head.place} of {head.strata}" if head.strata > 1 else ""
         lines = [
-            f"fedfp8 payload, version {head.version}: {self.size:,} bytes, rounding {head.rounding}, seed {head.seed}",
+            f"fedfp8 payload, version {head.version}{' (a change)' if head.change else ''}: {self.size:,} bytes, "
+            f"rounding {head.rounding}, seed {head.seed}{place}",
             f"layout {head.layout_fingerprint.hex()}{' (included)' if head.has_layout else ''}, reference {reference}",
         ]
         if self.rows is None:
@@ -82,14 +86,14 @@ class Inspection:
 
 def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
     """Version, fingerprints and, tensor by tensor, mode, size and bits per weight of a payload."""
-    head = header(payload)
+    head, _ = verified(payload)
     if layout is None and not head.has_layout:
         return Inspection(head, len(payload), None)
     head, layout, reader = checked_body(payload, layout)
     q = read_plain(head, layout, reader)
-    rows = {row.name: row for row in _coded_rows(q, reader)}
+    rows = {row.name: row for row in _coded_rows(q, len(head.reference_fingerprints), reader)}
     for spec in layout:
-        if spec.kind not in coded_kinds(head.rounding):
+        if spec.kind not in ROUNDINGS[head.rounding].kinds:
             tensor = q.rest[spec.name]
             value = float(tensor) if spec.kind == "range" and spec.size == 1 else None
             rows[spec.name] = Row(spec.name, spec.kind, "as is", spec.size, tensor.nbytes, None, value)
@@ -97,12 +101,12 @@ def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
     return Inspection(head, len(payload), tuple(rows[spec.name] for spec in layout))
 
 
-def _coded_rows(q: QuantState, reader: Reader) -> list[Row]:
+def _coded_rows(q: QuantState, references: int, reader: Reader) -> list[Row]:
     rows = []
     before = reader.position
-    for plan, mode, _ in records(q, None, reader):
+    for plan, mode, _ in records(q, (), reader):
         used, before = reader.position - before, reader.position
         step = plan.step if plan.dithered else None
-        name = "nothing" if mode is None else codec.mode_name(mode)
+        name = "nothing" if mode is None else codec.mode_name(mode, references)
         rows.append(Row(plan.name, plan.spec.kind, name, plan.size, used, step))
     return rows

@@ -65,13 +65,13 @@ def predict_float(
 
 
 @kernel
-def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, key1):
+def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, key1, turn):
     """pred = floor(ref / step + u). Context: class of |ref| * 16 + distance to the nearer end of the cell."""
     bad = U32(0)
     for i in range(ref.size):
         x = ref[i]
         bad = U32(bad | poison(x))
-        y = min(max(x * per_step, -limit), limit) + uniform(start + i, key0, key1)
+        y = min(max(x * per_step, -limit), limit) + uniform(start + i, key0, key1, turn)
         floor = np.floor(y)
         place = I32((y - floor) * F(32))
         place = min(max(place, I32(0)), I32(31))
@@ -172,14 +172,11 @@ def detokenise(tok, pred, ctx, shift, low, extra, bits, state, largest, values):
 
 @kernel
 def ranks(codes, sign_shift, out):
-    """Signed ranks of FP8 codes; False if one is the code of -0, which has no rank of its own."""
+    """Signed ranks of FP8 codes. The code of -0 has no rank of its own: `steps.has_ranks` asks first."""
     sign = I32(1) << I32(sign_shift)
-    zero = False
     for i in range(codes.size):
         code = I32(codes[i])
-        zero |= code == sign
         out[i] = code if code < sign else sign - code
-    return not zero
 
 
 @kernel

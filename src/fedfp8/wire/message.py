@@ -5,7 +5,7 @@ dithered), then the coded tensors in layout order, each ``mode | length | data``
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,33 +14,55 @@ from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.fp8.quantize import STEP_MAX, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, coded_kinds
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State
 from fedfp8.wire import codec
-from fedfp8.wire.container import AGAIN, Header, Reader, checked_body, seal, varint, write_header
+from fedfp8.wire.container import AGAIN, REFERENCES, Header, Reader, checked_body, seal, varint, write_header
 
 __all__ = ["decode", "encode", "read_plain", "records"]
 
 
-def encode(q: QuantState, *, reference: State | None = None, lossless: bool = True, with_layout: bool = False) -> bytes:
+def encode(
+    q: QuantState,
+    *,
+    reference: State | None = None,
+    references: Sequence[State] = (),
+    lossless: bool = True,
+    with_layout: bool = False,
+) -> bytes:
     """The payload of `q`: the same bytes for the same arguments on every machine.
 
-    reference: a state the receiver holds too, bit for bit; tensors are then coded given its values.
+    references: up to 3 states the receiver holds too, bit for bit; every tensor is then coded given the values of the
+    one that helps most, and the header names those that helped. reference: a single one.
     lossless=False: mode raw for every tensor, the paper's byte a weight.
     with_layout: include names, shapes and formats, for a receiver that has no model.
     """
     _check_complete(q)
-    used = reference if lossless and q.codes else None
-    if used is not None:
-        _check_reference(q.layout, used)
-    coded = []
-    for plan in codec.plans(q, used):
-        if not plan.empty:
-            mode, data = codec.encode(plan, q.codes[plan.name].numpy(), lossless)
-            coded += [bytes([mode]), varint(len(data)), data]
-    if used is not None and not any(m[0] & 3 in (codec.REFERENCE, codec.SAME) for m in coded[::3]):
-        used = None  # it helped no tensor: the receiver need not have it
-    head = write_header(q.layout, q.rounding, q.seed, None if used is None else used.fingerprint, with_layout)
-    return seal(head, *_write_plain(q), *coded)
+    given = held(reference, references) if lossless and q.codes else ()
+    if len(given) > REFERENCES:
+        raise WireFormatError(f"{len(given)} references; a message is coded given at most {REFERENCES}")
+    for state in given:
+        _check_reference(q.layout, state)
+    coded = [
+        codec.encode(plan, q.codes[plan.name].numpy(), lossless) for plan in codec.plans(q, given) if not plan.empty
+    ]
+    asked = {codec.reference_of(mode) for mode, _ in coded}
+    used = [i for i in range(len(given)) if i in asked]  # the receiver need not have the others
+    head = write_header(q, [given[i].fingerprint for i in used], with_layout)
+    return seal(head, *_write_plain(q), *_write_coded(coded, used))
+
+
+def held(reference: State | None, references: Iterable[State]) -> tuple[State, ...]:
+    return (*(() if reference is None else (reference,)), *references)
+
+
+def _write_coded(coded: list[tuple[int, bytes]], used: list[int]) -> Iterator[bytes]:
+    """mode | length | data of every tensor; references are counted among those that are used."""
+    for mode, data in coded:
+        index = codec.reference_of(mode)
+        new = mode if index is None else mode + (used.index(index) - index << codec.INDEX)
+        yield bytes([new]) + varint(len(data))
+        yield data
 
 
 def _write_plain(q: QuantState) -> Iterator[bytes | memoryview]:
@@ -49,16 +71,23 @@ def _write_plain(q: QuantState) -> Iterator[bytes | memoryview]:
             tensor = q.rest[spec.name]
             _check_rest(spec, tensor, _is_alpha(q.layout, q.rounding, spec), QuantizationError)
             yield tensor.contiguous().view(-1).numpy().data if spec.size else b""
-    yield np.array([q.steps[name] for name in q.codes if q.rounding == "dithered"], dtype="<f4").tobytes()
+    yield np.array([q.steps[name] for name in q.codes if ROUNDINGS[q.rounding].has_steps], dtype="<f4").tobytes()
 
 
-def decode(payload: bytes, layout: Layout | None = None, *, reference: State | None = None) -> QuantState:
+def decode(
+    payload: bytes,
+    layout: Layout | None = None,
+    *,
+    reference: State | None = None,
+    references: Iterable[State] = (),
+) -> QuantState:
     """The inverse of :func:`encode`; raises WireFormatError for anything that `encode` cannot have written.
 
-    layout: the receiver's; None if the payload carries its own. reference: needed if the sender used one (`header`).
+    layout: the receiver's; None if the payload carries its own. references: any states the receiver holds; those that
+    the sender used (`header`) must be among them. reference: a single one.
     """
     head, layout, reader = checked_body(payload, layout)
-    used = _find_reference(head, layout, reference)
+    used = _find_references(head, layout, held(reference, references))
     q = read_plain(head, layout, reader)
     for plan, mode, data in records(q, used, reader):
         codes = np.zeros(plan.size, plan.dtype) if mode is None else codec.decode(plan, mode, data)
@@ -69,20 +98,20 @@ def decode(payload: bytes, layout: Layout | None = None, *, reference: State | N
 
 def read_plain(head: Header, layout: Layout, reader: Reader) -> QuantState:
     """Everything before the coded tensors: ranges, other tensors that travel as they are, and steps."""
-    q = QuantState(layout, head.rounding, head.seed)
+    q = QuantState(layout, head.rounding, head.seed, place=head.place, strata=head.strata, change=head.change)
     for spec in layout:
-        if spec.kind not in coded_kinds(head.rounding):
+        if spec.kind not in ROUNDINGS[head.rounding].kinds:
             q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(layout, head.rounding, spec))
-    if head.rounding == "dithered":
+    if ROUNDINGS[head.rounding].has_steps:
         q.steps.update(_read_steps(layout, reader))
     return q
 
 
 def records(
-    q: QuantState, reference: State | None, reader: Reader
+    q: QuantState, references: Sequence[State], reader: Reader
 ) -> Iterator[tuple[codec.Plan, int | None, memoryview]]:
     """(plan, mode, data) of every coded tensor; mode None for one that needs no data (empty, or all zero)."""
-    for plan in codec.plans(q, reference):
+    for plan in codec.plans(q, references):
         if plan.empty:
             yield plan, None, reader.data[:0]
             continue
@@ -98,12 +127,12 @@ def records(
 
 
 def _is_alpha(layout: Layout, rounding: str, spec: TensorSpec) -> bool:
-    return rounding in ("nearest", "stochastic") and any(s.range == spec.name for s in layout)
+    return ROUNDINGS[rounding].has_ranges and any(s.range == spec.name for s in layout)
 
 
 def _check_complete(q: QuantState) -> None:
-    coded = [s for s in q.layout if s.kind in coded_kinds(q.rounding)]
-    wanted = torch.int32 if q.rounding == "dithered" else torch.uint8
+    rule = ROUNDINGS[q.rounding]
+    coded, wanted = [s for s in q.layout if s.kind in rule.kinds], rule.codes
     for spec in coded:
         codes = q.codes.get(spec.name)
         if codes is None or codes.dtype != wanted or codes.shape != (spec.size,) or not codes.is_contiguous():
@@ -111,7 +140,7 @@ def _check_complete(q: QuantState) -> None:
                 f"codes of {spec.name!r} must be {spec.size} contiguous {wanted}; use quantize_state"
             )
         step = q.steps.get(spec.name, 0.0)
-        if q.rounding == "dithered":
+        if rule.has_steps:
             _check_step(spec.name, step, QuantizationError)
             if step == 0.0 and bool(codes.any()):
                 raise QuantizationError(f"step of {spec.name!r} is 0 but its codes are not all 0; use quantize_state")
@@ -147,22 +176,20 @@ def _check_reference(layout: Layout, reference: State) -> None:
             )
 
 
-def _find_reference(head: Header, layout: Layout, reference: State | None) -> State | None:
-    if head.reference_fingerprint is None:
-        return None
-    wanted = head.reference_fingerprint.hex()
-    if reference is None:
-        raise WireFormatError(
-            f"the payload is coded given the model with fingerprint {wanted}; pass it as reference, or have the sender "
-            "encode without one"
-        )
-    if reference.fingerprint != head.reference_fingerprint:
-        raise WireFormatError(
-            f"reference fingerprint is {wanted} in the payload and {reference.fingerprint.hex()} in the given model; "
-            "pass the very model the sender used"
-        )
-    _check_reference(layout, reference)
-    return reference
+def _find_references(head: Header, layout: Layout, given: tuple[State, ...]) -> list[State]:
+    """Those the header names, in its order."""
+    found = []
+    for wanted in head.reference_fingerprints:
+        state = next((state for state in given if state.fingerprint == wanted), None)
+        if state is None:
+            others = ", ".join(state.fingerprint.hex() for state in given) or "none"
+            raise WireFormatError(
+                f"the payload is coded given the model with reference fingerprint {wanted.hex()}, the receiver gave "
+                f"{others}; pass it as reference (the very model the sender used), or have the sender encode without it"
+            )
+        _check_reference(layout, state)
+        found.append(state)
+    return found
 
 
 def _read_rest(spec: TensorSpec, reader: Reader, is_alpha: bool) -> torch.Tensor:
@@ -176,7 +203,7 @@ def _read_rest(spec: TensorSpec, reader: Reader, is_alpha: bool) -> torch.Tensor
 
 
 def _read_steps(layout: Layout, reader: Reader) -> dict[str, float]:
-    names = [s.name for s in layout if s.kind in coded_kinds("dithered")]
+    names = [s.name for s in layout if s.kind in ROUNDINGS["dithered"].kinds]
     values = np.frombuffer(reader.take(4 * len(names), "steps"), dtype="<f4")
     steps = {name: float(value) for name, value in zip(names, values, strict=True)}
     for name, step in steps.items():

@@ -2,7 +2,7 @@
 
 The sender's weight is the reference plus an update. If updates have scale sigma, the chance that the code moves by d is
 the mass of the update distribution on one cell of the grid, seen from where the reference lies in its own cell. Two
-bytes a tensor, shape and scale, therefore give all tables at once; counts then correct them (`kernels.rebuild`).
+bytes a tensor, shape and scale, therefore give all tables at once; counts then correct them (`rans.rebuild`).
 
 Steps become tokens: 0, +1, -1, +2, ... up to 7 each on its own, then ranges (8-11, 12-15, 16-23, ... 240-255) with
 extra bits, then an escape that sends the value itself.

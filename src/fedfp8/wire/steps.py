@@ -18,19 +18,20 @@ import numpy as np
 from fedfp8.errors import WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
-from fedfp8.fp8.parallel import dice_keys
+from fedfp8.fp8.parallel import dice_keys, dither_keys
 from fedfp8.wire import kernels
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, grid_of, narrow_of, prior_of
 from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
 
 if TYPE_CHECKING:
-    from fedfp8.wire.codec import Plan
+    from fedfp8.wire.codec import Plan, Reference
 
-__all__ = ["decode", "encode", "has_ranks", "predicted"]
+__all__ = ["decode", "encode", "fit", "has_ranks", "predicted"]
 
 GAIN = 1 << 8  # a count weighs as much as this prior mass of 2**16: the prior is worth 256 observations
 FIT = 1 << 12  # elements on which shape and scale are chosen; at most a piece
+SPANS = 8  # of a large tensor that they are taken from, from version 2 on: its first rows may not be like the others
 LARGEST = 1 << 30  # dithered integers beyond this go raw
 FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any code, within int32
 
@@ -38,17 +39,18 @@ FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any 
 class Predictor:
     """Predictions and contexts, piece by piece, in scratch arrays that are used again."""
 
-    def __init__(self, plan: "Plan", reference: np.ndarray | None, dice: bool) -> None:
-        self.plan, self.reference, self.dice = plan, reference, dice
-        self.keys = dice_keys(plan.seed)
+    def __init__(self, plan: "Plan", reference: "Reference | None", dice: bool) -> None:
+        self.plan, self.dice = plan, dice
+        self.reference = None if reference is None else reference.values
+        self.rms = 0.0 if reference is None else reference.rms
+        self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else dice_keys(plan.seed)
         n = min(plan.size, PIECE)
         self.pred, self.ctx, self.values = np.empty(n, np.int32), np.empty(n, np.uint16), np.empty(n, np.int32)
         self.zeros = np.zeros(n if reference is None else 0, np.float32)
         self.constants = self._uniform() if plan.dithered else self._float()
 
     def _uniform(self) -> tuple[Any, ...]:
-        size = self.plan.reference_rms
-        return np.float32(1.0 / self.plan.step), FARTHEST, np.float32(size / 2), np.float32(size * 1.5)
+        return np.float32(1.0 / self.plan.step), FARTHEST, np.float32(self.rms / 2), np.float32(self.rms * 1.5)
 
     def _float(self) -> tuple[Any, ...]:
         format = self.plan.spec.format
@@ -104,29 +106,20 @@ def _tables(format: Format | None, shape: int, scale: int, decodes: bool) -> Tab
     return Tables(*prior_of(format, shape, scale), GAIN, decodes=decodes)
 
 
-def encode(plan: "Plan", codes: np.ndarray, reference: np.ndarray | None) -> tuple[bool, bytes]:
-    """(whether the prediction used the dice, the data); no data if every code is as predicted from a reference.
-
-    Weights that already sit on the grid are better predicted without the dice, and then clearly so: if the first
-    predictions are a tenth nearer.
-    """
-    predictor = Predictor(plan, reference, plan.dice)
-    if plan.dice and not plan.dithered:
-        without = Predictor(plan, reference, False)
-        if 10 * _distance(without, codes) < 9 * _distance(predictor, codes):
-            predictor = without
-    model = fit(predictor, codes)
+def encode(plan: "Plan", codes: np.ndarray, fitted: "Fit") -> bytes:
+    """The data; none if every code is as predicted from a reference."""
+    predictor, model = fitted.predictor, fitted.model
     narrow = narrow_of(grid_of(plan.format), model.scale)
     encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(plan.size), False
     for piece in pieces(plan.size):
         tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)
         moved = moved or bool(tok.any())
         encoder.push(piece, tok, ctx)
-    if reference is not None and not moved and not model.shift:
-        return predictor.dice, b""
+    if predictor.reference is not None and not moved and not model.shift:
+        return b""
     bits = extra.finish()
     head = bytes([model.shape << 5 | model.shift, model.scale]) + varint(len(bits))
-    return predictor.dice, head + bits + encoder.finish()
+    return head + bits + encoder.finish()
 
 
 class _Bits:
@@ -145,6 +138,10 @@ class _Bits:
         self.buffer[1 : whole + 1] = 0
         self.at[0] &= 63
 
+    @property
+    def count(self) -> int:
+        return int(self.at[0]) + 8 * sum(map(len, self.done))
+
     def finish(self) -> bytes:
         last = self.buffer[: (int(self.at[0]) >> 6) + 1].astype("<u8").tobytes()[: int(self.at[0]) + 7 >> 3]
         return b"".join([*self.done, last])
@@ -161,20 +158,55 @@ def _tokens(
     return tok, ctx
 
 
-def fit(predictor: Predictor, codes: np.ndarray) -> Model:
-    """The shape and scale under which the first elements cost least: coarse over scales, then finer for each shape."""
-    plan, n = predictor.plan, min(codes.size, FIT)
+@dataclass(frozen=True)
+class Fit:
+    """How a tensor would be coded given a reference, and what that would cost on the sample, in 1/256 bits."""
+
+    predictor: Predictor
+    model: Model
+    cost: int
+
+
+def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | None") -> Fit:
+    """With the dice or without, and the shape and scale under which a sample costs least.
+
+    Weights that already sit on the grid are better predicted without the dice, and then clearly so: if the first
+    predictions are a tenth nearer.
+    """
+    predictor = Predictor(plan, reference, plan.dice)
+    if plan.dice and not plan.dithered:
+        without = Predictor(plan, reference, False)
+        if 10 * _distance(without, codes) < 9 * _distance(predictor, codes):
+            predictor = without
+    spans = _spans(plan)
     shift = 0
     if plan.dithered:
-        pred, _ = predictor(0, n)
-        shift = max(int(np.median(np.abs(codes[:n].astype(np.int64) - pred))).bit_length() - 5, 0)
-    tok, ctx = _tokens(predictor, codes, 0, n, np.zeros(256, np.bool_), shift, _Bits(n))
-    counts = np.bincount((ctx & 0xFF).astype(np.int64) * TOKENS + tok)
+        steps = [np.abs(codes[a:b].astype(np.int64) - predictor(a, b)[0]) for a, b in spans]
+        shift = max(int(np.median(np.concatenate(steps))).bit_length() - 5, 0)
+    extra, counts = _Bits(FIT), np.zeros(256 * TOKENS, np.int64)
+    for a, b in spans:
+        tok, ctx = _tokens(predictor, codes, a, b, np.zeros(256, np.bool_), shift, extra)
+        counts += np.bincount((ctx & 0xFF).astype(np.int64) * TOKENS + tok, minlength=counts.size)
+    cost, model = _cheapest(plan.format, counts, shift)
+    return Fit(predictor, model, cost + 256 * extra.count)
+
+
+def _spans(plan: "Plan") -> list[tuple[int, int]]:
+    """The sample: the first elements (version 1), or of a large tensor as many in SPANS equal distances."""
+    if plan.version == 1 or plan.size <= 2 * FIT:
+        return [(0, min(plan.size, FIT))]
+    length = FIT // SPANS
+    starts = [i * (plan.size - length) // (SPANS - 1) for i in range(SPANS)]
+    return [(start, start + length) for start in starts]
+
+
+def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[int, Model]:
+    """(cost, model): coarse over scales, then finer for each shape."""
     index = np.flatnonzero(counts)
     counts = counts[index]
 
     def cost(shape: int, scale: int) -> int:
-        return kernels.weighted(costs_of(plan.format, shape, scale), index, counts)
+        return kernels.weighted(costs_of(format, shape, scale), index, counts)
 
     start = min(SCALES[::16], key=lambda scale: cost(0, scale))
     found = []
@@ -185,8 +217,8 @@ def fit(predictor: Predictor, codes: np.ndarray) -> Model:
             best = min([best, *((cost(shape, s), s) for s in near)])
         found.append((best[0], shape, best[1]))
         start = min(found)[2]
-    _, shape, scale = min(found)
-    return Model(shape, scale, shift)
+    total, shape, scale = min(found)
+    return int(total), Model(shape, scale, shift)
 
 
 def _distance(predictor: Predictor, codes: np.ndarray) -> int:
@@ -196,7 +228,7 @@ def _distance(predictor: Predictor, codes: np.ndarray) -> int:
     return int(np.minimum(np.abs(predictor.ranks(codes[:n]) - pred), 8).sum())
 
 
-def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: bool) -> np.ndarray:
+def decode(plan: "Plan", data: memoryview, reference: "Reference | None", dice: bool) -> np.ndarray:
     reader = Reader(data, "coded steps")
     head, scale = reader.take(2, "shape and scale")
     shape, shift = head >> 5, head & 31
@@ -228,7 +260,7 @@ def decode(plan: "Plan", data: memoryview, reference: np.ndarray | None, dice: b
     return codes
 
 
-def predicted(plan: "Plan", reference: np.ndarray, dice: bool) -> np.ndarray:
+def predicted(plan: "Plan", reference: "Reference", dice: bool) -> np.ndarray:
     """The prediction itself, as codes."""
     predictor = Predictor(plan, reference, dice)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)

@@ -11,24 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedfp8.errors import Fedfp8Error, RunError
+from fedfp8.errors import Fedfp8Error, LostReference, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Client, Reply, Task
 from fedfp8.fl.config import Config, from_dict, to_dict
 from fedfp8.fl.federation import build
-from fedfp8.fl.links import downlink
 from fedfp8.fl.run import History, OnRound, execute
-from fedfp8.flower.blob import blob_of, record_of, without_reference
+from fedfp8.fl.wires import wire_for
+from fedfp8.flower.blob import record_of
 from fedfp8.flower.cache import ClientCache
+from fedfp8.flower.method.messages import read_task
 from fedfp8.flower.method.workers import GridWorkers
+from fedfp8.model.layout import Layout
 from fedfp8.model.state import State
 from fedfp8.nn import layout_of
-from fedfp8.wire import header
+from fedfp8.wire import encode
 
 __all__ = ["client_app", "config_of", "config_text", "server_app"]
 
@@ -47,23 +48,6 @@ def config_of(context: Context) -> Config:
 
 
 # The client
-
-
-class Lost(Exception):
-    """The reference that a payload needs is not in the client's cache."""
-
-
-class Received:
-    """`fl.client.References` for one task: the model in the cache, checked by fingerprint."""
-
-    def __init__(self, state: State | None) -> None:
-        self.state = state
-
-    def get(self, fingerprint: bytes) -> State | None:
-        return self.state if self.state is not None and self.state.fingerprint == fingerprint else None
-
-    def put(self, client: int, state: State) -> None:
-        """`answer` keeps the payload instead: it is smaller."""
 
 
 def client_app(config: Config | None = None) -> ClientApp:
@@ -86,15 +70,14 @@ def client_app(config: Config | None = None) -> ClientApp:
 
 def answer(message: Message, context: Context, config: Config) -> Message:
     """A task in, a reply out. What goes wrong on the way is told to the server in words, not as an exception."""
-    where = message.content.config_records["task"]
-    task = Task(int(where["round"]), int(where["client"]), blob_of(message.content.array_records.get("model")))
+    task = read_task(message)
     head: dict[str, Any] = {"client": task.client, "round": task.round}
     content = RecordDict()
     try:
         reply = _train(task, ClientCache(context), config)
         content["model"] = record_of(reply.payload)
         head |= {"examples": reply.examples, "loss": reply.loss, "seconds": reply.seconds}
-    except Lost:
+    except LostReference:
         head["lost"] = True
     except Exception as error:  # as in fl.pool: a client's failure is that client's, not the run's
         head["error"] = f"{type(error).__name__}: {error}"
@@ -103,30 +86,19 @@ def answer(message: Message, context: Context, config: Config) -> Message:
 
 
 def _train(task: Task, cache: ClientCache, config: Config) -> Reply:
-    client = _client(config)
+    client, name = _client(config), f"client-{task.client}"
     format = client.federation.formats[task.client]
-    layout = downlink(config, format).layout(layout_of(client._network(format)))
-    references = Received(None)
-    if wanted := header(task.payload).reference_fingerprint:
-        references = Received(_cached(cache, task, layout))
-        if references.get(wanted) is None:
-            raise Lost
-    client.references = references
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as every engine: sums do not depend on the number of cores
-    try:
-        reply = client.train(task)
-    finally:
-        torch.set_num_threads(threads)
+    layout = wire_for(config, format).layout_down(layout_of(client.network(format)))
+    client.held = lambda _: _cached(cache, name, layout)
+    reply = client.train(task)
     if config.wire.client_cache:
-        kept = without_reference(task.payload, layout, references.state)
-        cache.put(f"client-{task.client}", kept, task.round, config.wire.history)
+        cache.put(name, encode(client.message), task.round, config.wire.history)
     return reply
 
 
-def _cached(cache: ClientCache, task: Task, layout: Any) -> State | None:
+def _cached(cache: ClientCache, name: str, layout: Layout) -> State | None:
     try:
-        return cache.get(f"client-{task.client}", layout)
+        return cache.get(name, layout)
     except Fedfp8Error:  # damaged, or of another run's model: as good as lost
         return None
 
@@ -134,7 +106,7 @@ def _cached(cache: ClientCache, task: Task, layout: Any) -> State | None:
 @functools.lru_cache(maxsize=1)
 def _client(config: Config) -> Client:
     """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp is a process a task)."""
-    return Client(config, build(config), Received(None))
+    return Client(config, build(config), lambda _: None)
 
 
 # The server
@@ -160,17 +132,10 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         run_config = context.run_config
         chosen = config or config_of(context)
-        folder = open_or_create(out or Path(str(run_config["out"])), chosen)
-        federation = build(chosen)
-        workers = GridWorkers(
-            grid,
-            chosen,
-            federation,
-            folder.store,
-            nodes=nodes or int(run_config["nodes"]),
-            timeout=float(run_config.get("timeout", timeout)),
-        )
-        history = execute(folder, federation, 0, on_round, trainers=workers)
+        where, seconds = nodes or int(run_config["nodes"]), float(run_config.get("timeout", timeout))
+        with open_or_create(out or Path(str(run_config["out"])), chosen) as folder:
+            trainers = functools.partial(GridWorkers, grid, nodes=where, timeout=seconds)
+            history = execute(folder, build(chosen), 0, on_round, trainers=trainers)
         if results is not None:
             results.append(history)
 
@@ -183,5 +148,6 @@ def open_or_create(path: Path, config: Config) -> RunFolder:
         return RunFolder.create(path, config)
     folder = RunFolder.open(path)
     if folder.config != config:
+        folder.close()
         raise RunError(f"{path} holds a run of another config; choose another --out, or delete it")
     return folder

@@ -55,7 +55,7 @@ def run(
     keep_quiet()
     folder = Path(out)
     if overwrite and (folder / "config.toml").exists():
-        RunFolder.create(folder, config, overwrite=True)._lock.close()
+        RunFolder.create(folder, config, overwrite=True).close()
     if engine == "deploy":
         _deploy(config, folder, nodes or 2, timeout, on_round)
         return
@@ -107,18 +107,17 @@ def write_app(folder: Path, config: Config, out: Path, *, nodes: int, timeout: f
 
 def follow(deployment: Deployment, run: str, out: Path, on_round: OnRound | None = None) -> None:
     """Wait for a run that writes to `out`, reporting its rounds as they are recorded."""
-    history, shown, asked = out / "history.jsonl", 0, time.monotonic()
+    history, shown, asked, status = out / "history.jsonl", 0, time.monotonic(), ""
     while True:
+        if time.monotonic() > asked + STATUS_EVERY:  # before reading: what was written until then is then read
+            asked, status = time.monotonic(), deployment.status(run)
         lines = history.read_text().splitlines(keepends=True) if history.exists() else []
         for line in (line for line in lines[shown:] if line.endswith("\n")):
             shown += 1
             if on_round is not None:
                 on_round(json.loads(line))
-        if time.monotonic() > asked + STATUS_EVERY:
-            asked = time.monotonic()
-            status = deployment.status(run)
-            if status == "finished:completed":
-                return
-            if status.startswith("finished"):
-                raise RunError(f"the run ended as {status}; its log: {deployment.folder / 'superlink.log'}")
+        if status == "finished:completed":
+            return
+        if status.startswith("finished"):
+            raise RunError(f"the run ended as {status}; its log: {deployment.folder / 'superlink.log'}")
         time.sleep(0.5)

@@ -7,15 +7,22 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from fedfp8.errors import Fedfp8Error
 from fedfp8.fl.client import Reply, Task
 from fedfp8.flower.blob import blob_of, record_of
+from fedfp8.link.wire import Orders
 
-__all__ = ["read_reply", "train_message"]
+__all__ = ["read_reply", "read_task", "train_message"]
 
 
 def train_message(task: Task, node: int) -> Message:
-    content = RecordDict(
-        {"model": record_of(task.payload), "task": ConfigRecord({"round": task.round, "client": task.client})}
-    )
+    where = ConfigRecord({"round": task.round, "client": task.client, "orders": task.orders.to_bytes()})
+    content = RecordDict({"model": record_of(task.payload), "task": where})
     return Message(content, node, MessageType.TRAIN, group_id=str(task.round))
+
+
+def read_task(message: Message) -> Task:
+    where = message.content.config_records["task"]
+    orders, _ = Orders.split(bytes(where["orders"]))
+    payload = blob_of(message.content.array_records.get("model"))
+    return Task(int(where["round"]), int(where["client"]), payload, orders)
 
 
 def read_reply(task: Task, message: Message) -> tuple[Reply, bool]:

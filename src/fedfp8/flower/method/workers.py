@@ -9,14 +9,8 @@ from flwr.serverapp import Grid
 
 from fedfp8.errors import RunError
 from fedfp8.fl.client import Reply, Task
-from fedfp8.fl.config import Config
-from fedfp8.fl.federation import Federation
-from fedfp8.fl.links import downlink
-from fedfp8.fl.store import ModelStore
-from fedfp8.flower.blob import without_reference
 from fedfp8.flower.method.messages import read_reply, train_message
-from fedfp8.nn import layout_of
-from fedfp8.wire import header
+from fedfp8.link import ServerLink
 
 __all__ = ["GridWorkers"]
 
@@ -33,31 +27,28 @@ class GridWorkers:
     def __init__(
         self,
         grid: Grid,
-        config: Config,
-        federation: Federation,
-        store: ModelStore,
+        link: ServerLink,
         *,
         nodes: int,
         timeout: float = 3600.0,
         wait: float = 300.0,
     ) -> None:
-        self.grid, self.config, self.federation, self.store = grid, config, federation, store
+        self.grid, self.link = grid, link
         self.count, self.timeout, self.wait = nodes, timeout, wait
         self.notes: list[str] = []
         self.nodes: dict[int, int] = {}  # partition -> node
         self._asked: set[int] = set()
-        self._layout = layout_of(federation.network(config))
 
     def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         """Replies in the order of the tasks; a client that lost its reference is sent the model again without one."""
         self._find_nodes()
         todo = list(tasks)
         answers = self._exchange(todo)
-        lost = [self._plain(task) for task in todo if answers[task.client][1]]
+        lost = [self._whole(task) for task in todo if answers[task.client][1]]
         if lost:
             self.notes.append(f"{len(lost)} clients had lost their reference and were sent the whole model")
             for task, (reply, _) in zip(lost, self._exchange(lost).values(), strict=True):
-                answers[task.client] = replace(reply, resent=len(task.payload)), False
+                answers[task.client] = reply, False
         for task in todo:
             yield answers[task.client][0]
 
@@ -80,12 +71,10 @@ class GridWorkers:
                 answers[task.client] = read_reply(task, reply)
         return answers
 
-    def _plain(self, task: Task) -> Task:
+    def _whole(self, task: Task) -> Task:
         """The task with its model coded on its own: what the server quantized, in more bytes."""
-        wanted = header(task.payload).reference_fingerprint
-        layout = downlink(self.config, self.federation.formats[task.client]).layout(self._layout)
-        reference = None if wanted is None else self.store.get(wanted)
-        return replace(task, payload=without_reference(task.payload, layout, reference))
+        assert self.link.round is not None
+        return replace(task, payload=self.link.round.whole(task.client))
 
     def _find_nodes(self) -> None:
         """Know a node for every partition before the first round; later, welcome nodes that came (again)."""

@@ -5,113 +5,134 @@
 On the way in, blobs become arrays under the app's own names; on the way out, the arrays of the reply become blobs,
 coded given the model that was received. Messages of a server without `FP8(...)` pass untouched. Put it first in the
 list of mods: those after it (clipping, noise) then see arrays, too.
+
+The model received last is kept in ``Context.state`` as a payload of a few bits a weight, out of the app's sight.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from logging import WARNING
+from typing import Any
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore import log
 
-from fedfp8.errors import Fedfp8Error
-from fedfp8.flower.blob import blob_of, record_of
-from fedfp8.flower.cache import ClientCache
-from fedfp8.flower.wrapper.arrays import arrays_of, state_of_arrays
-from fedfp8.flower.wrapper.orders import RECORD, Orders
-from fedfp8.model.state import State, dequantize_state, quantize_state
-from fedfp8.wire import decode, encode, header
+from fedfp8.errors import Fedfp8Error, LostReference
+from fedfp8.flower.blob import numpy_view, record_of, short, split
+from fedfp8.link import ClientLink
+from fedfp8.link.arrays import Arrays
 
-__all__ = ["fp8_mod"]
+__all__ = ["CACHE", "LOST", "arrays_of", "fp8_mod", "fp8_mod_with"]
 
-FOREVER = 2**62  # one model an ArrayRecord is kept, replaced by the next: nothing to forget by age
+CACHE = "fedfp8-received"  # the record of Context.state
+LOST = "fedfp8-lost"  # the record of a reply that asks for the whole model
 
-
-@dataclass(frozen=True)
-class Received:
-    """A model that came in: its values, and the arrays that the app was given."""
-
-    state: State
-    arrays: dict[str, np.ndarray]
+Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 
 def fp8_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Decode what comes in, let the app run, encode what goes out."""
-    told = message.content.config_records.get(RECORD) if message.has_content() else None
-    if told is None:
+    return _serve(message, context, call_next, None)
+
+
+def fp8_mod_with(*, start: Any = None) -> Mod:
+    """`fp8_mod` for a client that has the server's first model already: ``mods=[fp8_mod_with(start=make_model)]``.
+
+    start: a state dict, an ArrayRecord, or a function that makes one; the same as in ``FP8(strategy, start=...)``.
+    First models are then coded given it. If it differs from the server's, the model is sent whole, and nothing is lost
+    but bytes.
+    """
+
+    def fp8_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        return _serve(message, context, call_next, start)
+
+    return fp8_mod
+
+
+def arrays_of(start: Any) -> Arrays | None:
+    """The tensors of a start, however it was given."""
+    made = start() if callable(start) and not hasattr(start, "state_dict") else start
+    made = made.state_dict() if hasattr(made, "state_dict") else made
+    if isinstance(made, ArrayRecord):
+        return {name: numpy_view(name, array) for name, array in made.items()}
+    return made
+
+
+class Model:
+    """A model that came in: its link, and the shapes of the arrays that the app was given."""
+
+    def __init__(self, payload: bytes, held: bytes, start: Any) -> None:
+        self.link = ClientLink(start=arrays_of(start), held=held, arrays="numpy")
+        arrays = self.link.receive(payload)
+        self.shapes = {name: array.shape for name, array in arrays.items()}
+        self.record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def _serve(message: Message, context: Context, call_next: ClientAppCallable, start: Any) -> Message:
+    blobs = {key: split(record)[0] for key, record in message.content.array_records.items()} if _has(message) else {}
+    if not any(blobs.values()):
         return call_next(message, context)
-    orders, cache = Orders.from_record(told), ClientCache(context)
-    content = RecordDict({key: value for key, value in message.content.items() if key != RECORD})
-    received: dict[str, Received] = {}
-    for key in orders.seeds:
-        model = _receive(key, blob_of(content.array_records.get(key)), cache, orders)
-        if model is None:
-            return Message(RecordDict({RECORD: ConfigRecord({"lost": True})}), reply_to=message)
-        received[key] = model
-        content[key] = ArrayRecord({name: Array(array) for name, array in model.arrays.items()})
-    message.content = content
-    reply = call_next(message, context)
-    if reply.has_content():
-        answer = {key: _coded(key, value, received, orders) for key, value in reply.content.items()}
-        held = {key: model.state.fingerprint for key, model in received.items()} if orders.cache else {}
-        answer[RECORD] = ConfigRecord(dict(held))
-        reply.content = RecordDict(answer)
+    held = {name: array.data for name, array in context.state.pop(CACHE, ArrayRecord()).items()}
+    try:
+        content, models = _decoded(message, blobs, held, start)
+        if content is None:
+            return Message(RecordDict({LOST: ConfigRecord({"lost": True})}), reply_to=message)
+        message.content = content
+        reply = call_next(message, context)
+        return _coded(reply, models) if _has(reply) else reply
+    finally:
+        if kept := {name: array for n, data in held.items() if data for name, array in record_of(data, n).items()}:
+            context.state[CACHE] = ArrayRecord(kept)
+
+
+def _decoded(
+    message: Message, blobs: dict[str, dict[str, bytes]], held: dict[str, bytes], start: Any
+) -> tuple[RecordDict | None, dict[str, Model]]:
+    """(what the app is given, the models in it by the names of their blobs); None if a reference is lost."""
+    content, models = dict(message.content.items()), {}
+    try:
+        for key, name, payload in ((key, *item) for key, one in blobs.items() for item in one.items()):
+            models[name] = model = Model(payload, held.get(name, b""), start)
+            content[key], held[name] = model.record, model.link.packed or b""
+    except LostReference:
+        return None, {}
+    except Fedfp8Error as error:  # its text may quote what the message holds
+        raise type(error)(short(error)) from None
+    return RecordDict(content), models
+
+
+def _has(message: Message) -> bool:
+    return message.has_content() and bool(message.content.array_records)
+
+
+def _coded(reply: Message, models: dict[str, Model]) -> Message:
+    """The reply as it travels: of every model that was received one record as a blob, the rest untouched."""
+    left, records = dict(models), dict(reply.content.items())
+    by_name = sorted(reply.content.array_records.items(), key=lambda item: item[0] not in models)  # those go first
+    for key, record in by_name:
+        name = key if key in left else next((n for n, model in left.items() if _known(record, model)), None)
+        if name is not None:
+            records[key] = _blob(key, record, name, left.pop(name))
+    reply.content = RecordDict(records)
     return reply
 
 
-def _receive(key: str, payload: bytes, cache: ClientCache, orders: Orders) -> Received | None:
-    """The model in `payload`; None if it needs one that this client does not have any more."""
-    head = header(payload)
-    reference, layout = None, None
-    if head.reference_fingerprint is not None or not head.has_layout:
-        try:
-            reference = cache.get(key, None)
-        except Fedfp8Error:  # damaged: as good as lost
-            return None
-        if reference is None or head.reference_fingerprint not in (None, reference.fingerprint):
-            return None
-        layout = reference.layout
-    message = decode(payload, layout, reference=reference)
-    if orders.cache:
-        kept = payload if head.reference_fingerprint is None else encode(message, with_layout=True)
-        cache.put(key, kept, orders.number, FOREVER)
-    state = dequantize_state(message)
-    return Received(state, arrays_of(state))
+def _known(record: ArrayRecord, model: Model) -> list[str]:
+    """Names of the arrays of a reply that were received like this."""
+    return [n for n, array in record.items() if n in model.shapes and numpy_view(n, array).shape == model.shapes[n]]
 
 
-def _coded(key: str, value: object, received: dict[str, Received], orders: Orders) -> object:
-    """A record of the reply as it travels: ArrayRecords that answer a received one as a blob, the rest untouched."""
-    if not isinstance(value, ArrayRecord):
-        return value
-    source = key if key in received else next(iter(received)) if len(received) == 1 else None
-    if source is None:
-        return value
-    model = received[source]
-    arrays = {name: _like(array.numpy(), model.arrays.get(name)) for name, array in value.items()}
-    if unknown := [name for name, array in arrays.items() if array is None]:
-        log(WARNING, "fp8_mod: %s of the reply were not received like this; %r travels uncoded", unknown[:3], key)
-        return value
-    state = state_of_arrays({n: a for n, a in arrays.items() if a is not None}, orders.wire)
-    dithered = orders.wire.rounding == "dithered"
-    quantized = quantize_state(
-        state,
-        seed=orders.seeds[source],
-        rounding=orders.wire.rounding,
-        step=orders.step if dithered else None,
-        step_of="update" if dithered else "weights",
-        reference=model.state if dithered else None,
-    )
-    known = state.layout.fingerprint == model.state.layout.fingerprint
-    return record_of(encode(quantized, reference=model.state, lossless=orders.lossless, with_layout=not known))
-
-
-def _like(array: np.ndarray, received: np.ndarray | None) -> np.ndarray | None:
-    """`array` in the dtype it was received in; None if it was not received, or would not survive that."""
-    if received is None or array.shape != received.shape:
-        return None
-    if array.dtype == received.dtype:
-        return array
-    cast = array.astype(received.dtype)
-    floats = array.dtype.kind == received.dtype.kind == "f"
-    return cast if floats or np.array_equal(cast.astype(array.dtype), array) else None
+def _blob(key: str, record: ArrayRecord, name: str, model: Model) -> ArrayRecord:
+    """What was received, as a blob, beside the arrays that are the app's own."""
+    try:
+        known = _known(record, model)
+        others = {n: array for n, array in record.items() if n not in known}
+        payload = model.link.reply({n: numpy_view(n, record[n]) for n in known}) if known else b""
+    except Fedfp8Error as error:
+        log(WARNING, "fp8_mod: record %r of the reply travels uncoded: %s", key, short(error))
+        return record
+    if not known or name in others:
+        return record
+    if others:
+        log(WARNING, "fp8_mod: %s of the reply were not received and travel uncoded", short(list(others)[:3]))
+    return ArrayRecord(dict(record_of(payload, name)) | others)

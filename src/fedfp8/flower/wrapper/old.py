@@ -1,0 +1,76 @@
+"""`FP8` around the strategies of old-style apps (flwr.server.strategy, ServerApp(server_fn=...), client_fn).
+
+Their messages are made by Flower from FitIns and EvaluateIns, and sent by one thread a client through a Grid. So it is
+enough to tell `FP8Grid` which clients a round is for, and to put it in front of the Grid of each ClientProxy.
+"""
+
+import copy
+from logging import INFO
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.compat.common.recorddict_compat import parameters_to_arrayrecord
+from flwr.server.strategy import Strategy
+from flwr.supercore import log
+
+from fedfp8.errors import ConfigError
+from fedfp8.flower.wrapper.strategy import FP8
+
+__all__ = ["OldFP8"]
+
+Instructions = list[tuple[Any, Any]]  # (ClientProxy, FitIns or EvaluateIns)
+
+
+class OldFP8(FP8, Strategy):
+    """An old-style strategy, with models as few bytes. Made by `FP8(strategy)`."""
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            f"{type(self.strategy).__name__} of flwr.server.strategy has no start(); use it as before, in "
+            "ServerAppComponents(strategy=FP8(strategy), ...), or wrap the strategy of the same name in "
+            "flwr.serverapp.strategy"
+        )
+
+    def initialize_parameters(self, client_manager: Any) -> Any:
+        self._log_settings()
+        return self.strategy.initialize_parameters(client_manager)
+
+    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Instructions:
+        return self._coded("train", "fitins", self.strategy.configure_fit(server_round, parameters, client_manager))
+
+    def configure_evaluate(self, server_round: int, parameters: Any, client_manager: Any) -> Instructions:  # type: ignore[override]
+        instructions = self.strategy.configure_evaluate(server_round, parameters, client_manager)
+        return self._coded("evaluate", "evaluateins", instructions)
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+        parameters, metrics = self.strategy.aggregate_fit(server_round, results, failures)
+        return parameters, metrics | self.traffic.metrics()[self.traffic[-1].round]
+
+    def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> Any:  # type: ignore[override]
+        return self.strategy.aggregate_evaluate(server_round, results, failures)
+
+    def evaluate(self, server_round: int, parameters: Any) -> Any:
+        if self.traffic:
+            log(INFO, "fedfp8: so far %s", self.traffic)
+        return self.strategy.evaluate(server_round, parameters)
+
+    def _coded(self, phase: str, prefix: str, instructions: Instructions) -> Instructions:
+        if not instructions:
+            return instructions
+        proxies = [copy.copy(proxy) for proxy, _ in instructions]
+        for proxy in proxies:
+            if not hasattr(proxy, "grid"):
+                raise ConfigError(
+                    f"clients are reached by a {type(proxy).__name__}, not through a Grid; run the app with `flwr run`"
+                )
+            proxy.grid = self.on(proxy.grid)
+        records: dict[int, ArrayRecord] = {}  # by object; `instructions` keeps them all alive
+        for _, ins in instructions:
+            if id(ins.parameters) not in records:
+                records[id(ins.parameters)] = parameters_to_arrayrecord(ins.parameters, keep_input=True)
+        models = [
+            (p.node_id, {f"{prefix}.parameters": records[id(i.parameters)]})
+            for p, (_, i) in zip(proxies, instructions, strict=True)
+        ]
+        proxies[0].grid.announce(phase, models)
+        return [(proxy, ins) for proxy, (_, ins) in zip(proxies, instructions, strict=True)]

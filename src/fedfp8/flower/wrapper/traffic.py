@@ -1,0 +1,62 @@
+"""What models cost, and what they would have cost: a line for every phase of every round."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Phase", "Traffic"]
+
+
+@dataclass
+class Phase:
+    """Bytes of all Arrays of all messages, each way; plain: of the same models without fedfp8."""
+
+    round: int
+    phase: str
+    messages: int = 0
+    resent: int = 0
+    down: int = 0
+    up: int = 0
+    plain_down: int = 0
+    plain_up: int = 0
+
+    def __str__(self) -> str:
+        sizes = f"{size_text(self.down)} down, {size_text(self.up)} up"
+        plain = f"{size_text(self.plain_down)} and {size_text(self.plain_up)}"
+        again = f", {self.resent} of them again and whole" if self.resent else ""
+        return f"round {self.round} {self.phase}: {self.messages} messages{again}; {sizes} instead of {plain}"
+
+
+class Traffic(list[Phase]):
+    """Phases in the order they came."""
+
+    def open(self, phase: str) -> Phase:
+        trains = sum(one.phase == "train" for one in self)
+        self.append(Phase(trains + (phase == "train"), phase))
+        return self[-1]
+
+    def metrics(self, since: int = 0) -> dict[int, dict[str, int]]:
+        """round -> what Flower's results are told, from phase number `since` on; rounds count from 1 there."""
+        first = self[since].round if len(self) > since else 1
+        found: dict[int, dict[str, int]] = {}
+        for one in self[since:]:
+            sums = found.setdefault(one.round - first + 1, {})
+            for way in ("down", "up"):
+                sums[f"fedfp8-bytes-{way}"] = sums.get(f"fedfp8-bytes-{way}", 0) + getattr(one, way)
+                sums[f"plain-bytes-{way}"] = sums.get(f"plain-bytes-{way}", 0) + getattr(one, f"plain_{way}")
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [asdict(one) for one in self]
+
+    def __str__(self) -> str:
+        sent = sum(one.down + one.up for one in self)
+        plain = sum(one.plain_down + one.plain_up for one in self)
+        times = f" ({plain / sent:.1f} times less)" if sent else ""
+        return f"{size_text(sent)} instead of {size_text(plain)}{times}"
+
+
+def size_text(size: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.{2 if size < 10 * unit else 1 if size < 100 * unit else 0}f} {name}"
+    return f"{size:.0f} B"

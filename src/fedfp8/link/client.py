@@ -1,0 +1,211 @@
+"""`ClientLink`: what a client must remember and do. It needs no settings: every message brings its orders.
+
+client = ClientLink()
+model.load_state_dict(client.receive(payload))      # LostReference: ask the server to resend
+...                                                 # train
+reply = client.reply(model.state_dict())
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError, WireFormatError
+from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
+from fedfp8.link.store import read_state, write_state
+from fedfp8.link.wire import Orders, steps_of, unlike
+from fedfp8.model.layout import Layout
+from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
+from fedfp8.wire import decode, encode, header
+from fedfp8.wire.container import checked_body
+
+__all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
+
+ALWAYS, BELIEVED = (
+    1 << 28,
+    64,
+)  # elements of a model that are believed: so many, or so many for each byte of its message
+
+
+def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:
+    """What is in a payload; LostReference if it needs a model that is not among `references`."""
+    head = header(payload)
+    held = {state.fingerprint: state for state in references}
+    if missing := [f for f in head.reference_fingerprints if f not in held]:
+        raise LostReference(
+            f"the model is coded given model {missing[0].hex()}, which this client does not have (any more); ask the "
+            "server to send it whole: ServerLink.resend(client)"
+        )
+    layout = None
+    if not head.has_layout:
+        layout = next((one for one in layouts if one.fingerprint == head.layout_fingerprint), None)
+        if layout is None:
+            raise LostReference(
+                "the message names a model that this client has never seen; ask the server to send it whole: "
+                "ServerLink.resend(client)"
+            )
+    used = [held[f] for f in head.reference_fingerprints]
+    return decode(payload, layout, references=used)
+
+
+def write_reply(local: State, received: State, orders: Orders, *, whole: bool = True) -> bytes:
+    """A client's model as it is sent back, given the one it received. whole: it has all the tensors of that one."""
+    q, reference = quantize_reply(local, received, orders)
+    references = () if reference is None else (reference,)
+    return encode(q, references=references, lossless=orders.lossless, with_layout=not whole)
+
+
+def quantize_reply(local: State, received: State, orders: Orders) -> tuple[QuantState, State | None]:
+    """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
+    rule = ROUNDINGS[orders.up]
+    if not rule.has_steps:
+        return quantize_state(local, seed=orders.seed, rounding=orders.up), received
+    coded = [spec.name for spec in local.layout if spec.kind in rule.kinds]
+    change = {name: local[name] - received[name] for name in coded}
+    moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
+    is_change = not unlike(local, moved)
+    state = moved if is_change else local
+    q = quantize_state(
+        state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
+        step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
+    )  # fmt: skip
+    return q, None
+
+
+class ClientLink:
+    """Models in, updates out. One for each client.
+
+    start: the model that the server was given as start, if it was. store: a folder where the last model is kept, for a
+    client whose process does not live from round to round. held: the same for a client whose memory is kept by others:
+    what `packed` was after the last message, b"" at first. arrays: "torch" or "numpy", what `receive` returns.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: "Arrays | Callable[[], Arrays] | None" = None,
+        store: "str | Path | None" = None,
+        held: bytes | None = None,
+        arrays: str = "torch",
+    ) -> None:
+        if arrays not in ("torch", "numpy"):
+            raise RunError(f"arrays is {arrays!r}; choose 'torch' or 'numpy'")
+        self.start = start() if callable(start) else start
+        self.path = None if store is None else Path(store) / "received.safetensors"
+        self.arrays = arrays
+        self.held: State | None = None  # the model received last
+        self.packed = held  # the same as a payload that needs no reference: a few bits a weight
+        self._orders: Orders | None = None
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._read()
+
+    def receive(self, message: bytes) -> dict[str, Any]:
+        """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then."""
+        orders, payload = Orders.split(message)
+        start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
+        known = [state for state in (self.held, start) if state is not None]
+        _check_size(payload)
+        content = read_message(payload, [state.layout for state in known], known)
+        received = dequantize_state(content)
+        if self.packed is not None:
+            self.packed = _packed(payload, content) if orders.cache else b""
+        self.held, self._orders = received, orders
+        if self.path is not None and orders.cache:
+            write_state(self.path, received)
+        tensors = tensors_of(received)
+        return {name: numpy_of(t) for name, t in tensors.items()} if self.arrays == "numpy" else tensors
+
+    def reply(self, arrays: Arrays) -> bytes:
+        """The bytes to send back: `arrays` given what was received. Some of its tensors may be left out."""
+        if self.held is None or self._orders is None:
+            raise RunError("there is nothing to reply to; call receive first")
+        given = self._like_received(arrays)
+        local = state_of_arrays(given, self._orders.format_up, tuple(self._coded()) or ("",))
+        received = {spec.name: spec for spec in self.held.layout}
+        for spec in local.layout:  # a range made here is max|w| of the reply; nothing else may differ
+            if received.get(spec.name) != spec:
+                raise QuantizationError(f"tensor {spec.name!r} is {spec}; it was received as {received.get(spec.name)}")
+        whole = local.layout.fingerprint == self.held.layout.fingerprint
+        return write_reply(local, self.held, self._orders, whole=whole)
+
+    def _coded(self) -> list[str]:
+        assert self.held is not None
+        return [_literal(spec.name) for spec in self.held.layout if spec.kind in ("fp8", "float")]
+
+    def _like_received(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """`arrays` in the dtypes they were received in; refused by name where that would lose something."""
+        assert self.held is not None
+        received = tensors_of(self.held)
+        found: dict[str, torch.Tensor] = {}
+        for name in (*(n for n in received if n in arrays), *(n for n in arrays if n not in received)):
+            was, tensor = received.get(name), torch_of(name, arrays[name])
+            if was is None:
+                raise QuantizationError(f"tensor {name!r} was not received; a reply holds tensors of the model only")
+            if tensor.shape != was.shape:
+                raise QuantizationError(
+                    f"tensor {name!r} is {tuple(tensor.shape)} and was received as {tuple(was.shape)}; shapes must stay"
+                )
+            cast = tensor.to(was.dtype)
+            floats = tensor.is_floating_point() and was.is_floating_point()
+            if tensor.dtype != was.dtype and not floats and not torch.equal(cast.to(tensor.dtype), tensor):
+                raise QuantizationError(
+                    f"tensor {name!r} is {tensor.dtype} and was received as {was.dtype}, which cannot hold its values"
+                )
+            found[name] = cast
+        return found
+
+    # Saving
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the client holds, as named tensors, also between `receive` and `reply`."""
+        if self.held is None:
+            return {}
+        orders = b"" if self._orders is None else self._orders.to_bytes()
+        meta = {"layout": self.held.layout.to_bytes().decode(), "orders": orders.hex()}
+        text = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+        return {"meta": text} | {f"tensor/{name}": tensor for name, tensor in self.held.items()}
+
+    def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
+        try:
+            self.held, self._orders = None, None
+            if "meta" in saved:
+                meta = json.loads(saved["meta"].numpy().tobytes())
+                layout = Layout.from_bytes(meta["layout"].encode())
+                self.held = State(layout, {s.name: saved[f"tensor/{s.name}"].contiguous() for s in layout})
+                self._orders = Orders.split(bytes.fromhex(meta["orders"]))[0] if meta["orders"] else None
+        except (KeyError, ValueError, TypeError) as error:
+            raise RunError(f"this is not the state of a ClientLink: {error}; give what state_dict returned") from None
+
+    def _read(self) -> None:
+        try:
+            if self.path is not None and self.path.exists():
+                self.held = read_state(self.path)
+            elif self.packed:
+                self.held = dequantize_state(decode(self.packed))
+        except Fedfp8Error:  # damaged: as good as lost
+            self.held = None
+
+
+def _packed(payload: bytes, content: QuantState) -> bytes:
+    head = header(payload)
+    return payload if head.has_layout and not head.reference_fingerprints else encode(content, with_layout=True)
+
+
+def _check_size(payload: bytes) -> None:
+    """Before anything is allocated: a message of some kB that claims gigabytes is an attack or damaged."""
+    if header(payload).has_layout:
+        elements = checked_body(payload, None)[1].num_elements
+        if elements > max(ALWAYS, BELIEVED * len(payload)):
+            raise WireFormatError(
+                f"a message of {len(payload)} bytes claims a model of {elements} elements; that is not believed"
+            )
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches this name only."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,0 +1,106 @@
+"""The server's own models of the last rounds: what a client holds is rebuilt from them, not kept.
+
+What a client received in round n follows from the server's model of that round and the client's place in it: quantized
+with the same random bits it is the same model again, bit for bit. So a server remembers some models and two small
+numbers a client, whatever the number of clients. The models are files: in a folder of a run, or a temporary one.
+"""
+
+import tempfile
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedfp8.errors import RunError
+from fedfp8.link.store import read_state, write_state
+from fedfp8.link.wire import Wire, steps_of
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
+
+__all__ = ["Entry", "History", "quantize_down"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model that was sent: all that decides what a client at some place received."""
+
+    number: int
+    fingerprint: bytes
+    cohort: int  # clients it was sent to: their number decides the steps
+    strata: int
+
+
+def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
+    """The server's model as it is sent to a client at `place`."""
+    state = model.with_layout(wire.layout_down(model.layout))
+    return quantize_state(
+        state,
+        seed=wire.seed_down(root, entry.number),
+        rounding=wire.down,
+        step=steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
+        place=place if wire.has_places else 0,
+        strata=entry.strata if wire.has_places else 1,
+    )
+
+
+class History:
+    """Models by number, in files; the last ones used stay in memory."""
+
+    def __init__(self, root: int, folder: Path | None = None) -> None:
+        self.root = root  # of all seeds
+        self.entries: dict[int, Entry] = {}
+        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="fedfp8-history-")
+        self.folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._models: dict[int, State] = {}
+        self._sent: dict[tuple[int, Wire, int], State] = {}
+        self._lock = threading.RLock()
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"model-{number:08d}.safetensors"
+
+    def add(self, number: int, model: State, cohort: int, strata: int) -> Entry:
+        entry = Entry(number, model.fingerprint, cohort, strata)
+        with self._lock:
+            self.entries[number] = entry
+            self._models = {number: model}
+            self._sent = {}
+            write_state(self.path(number), model, sync=False)
+        return entry
+
+    def model(self, number: int) -> State:
+        with self._lock:
+            if number not in self._models:
+                if number not in self.entries:
+                    raise RunError(f"model {number} is not in the history any more")
+                latest = max(self._models, default=number)
+                self._models = {n: m for n, m in self._models.items() if n == latest}  # the current one, and one more
+                self._models[number] = read_state(self.path(number), self.entries[number].fingerprint)
+            return self._models[number]
+
+    def sent(self, number: int, wire: Wire, place: int) -> State:
+        """What a client at `place` decoded in the round of model `number`."""
+        with self._lock:
+            key = number, wire, place if wire.has_places else 0
+            if key not in self._sent:
+                message = quantize_down(self.model(number), self.entries[number], wire, place, self.root)
+                while len(self._sent) >= 2:
+                    self._sent.pop(next(iter(self._sent)))
+                self._sent[key] = dequantize_state(message)
+            return self._sent[key]
+
+    def keep_only(self, numbers: Iterable[int]) -> None:
+        """Forget the others. Their files go with `clean`, once nothing that was saved can need them."""
+        kept = set(numbers)
+        with self._lock:
+            self.entries = {n: e for n, e in self.entries.items() if n in kept}
+            self._models = {n: m for n, m in self._models.items() if n in kept}
+
+    def clean(self) -> None:
+        files = {self.path(n).name for n in self.entries}
+        for path in self.folder.iterdir():
+            if path.name not in files:
+                path.unlink(missing_ok=True)
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(self.path(n).stat().st_size for n in self.entries if self.path(n).exists())

@@ -1,0 +1,405 @@
+"""`ServerLink`: what a server must remember and do to exchange models with its clients in few bytes.
+
+    server = ServerLink("dq", seed=1)
+    payloads = server.broadcast(model.state_dict(), clients=["a", "b", "c"])    # {client: bytes}
+    update = server.receive("a", reply)                                         # a state dict, in the server's frame
+    payload = server.resend("a")                                                # for a client that lost its reference
+
+It averages nothing and sends nothing: that is the caller's. Replies may come in any order, from several threads. A
+reply that cannot be used raises an error that names the client and changes nothing.
+"""
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedfp8.errors import Fedfp8Error, QuantizationError, RunError, WireFormatError
+from fedfp8.link.arrays import Arrays, Frame, state_of_arrays, tensors_of
+from fedfp8.link.history import Entry, History, quantize_down
+from fedfp8.link.wire import Orders, Wire, unlike, wire_named
+from fedfp8.model.layout import Layout
+from fedfp8.model.state import QuantState, State, dequantize_state
+from fedfp8.rng import generator
+from fedfp8.wire import decode, encode, header
+from fedfp8.wire.container import checked_body
+
+__all__ = ["Round", "ServerLink"]
+
+Client = str | int
+LOSSES = 2  # a client that lost its reference this often is sent models without one
+
+
+class Round:
+    """One model on its way to a cohort: lazily coded, so that no more than one client's message is in memory."""
+
+    def __init__(
+        self, link: "ServerLink", entry: Entry, round: int, wires: dict[Client, Wire], places: dict[Client, int]
+    ):
+        self.link, self.entry, self.round, self.wires, self.places = link, entry, round, wires, places
+        self.confirmed: set[Client] = set()
+        self.traffic: dict[str, dict[Client, int]] = {"down": {}, "up": {}, "resent": {}}
+        self._message: tuple[tuple[Wire, int], QuantState] | None = None
+        self._payloads: dict[tuple[Any, ...], bytes] = {}
+
+    @property
+    def model(self) -> State:
+        return self.link.history.model(self.entry.number)
+
+    def payload(self, client: Client) -> bytes:
+        """The bytes for one client, coded given what it holds."""
+        held = self.link.usable(client)
+        payload = self._encoded(client, held, self.link.has_start(client))
+        self.traffic["down"][client] = self.traffic["down"].get(client, 0) + len(payload)
+        return payload
+
+    def whole(self, client: Client) -> bytes:
+        """The same model for a client that holds nothing."""
+        payload = self._encoded(client, None, False)
+        self.traffic["resent"][client] = self.traffic["resent"].get(client, 0) + len(payload)
+        return payload
+
+    def sent(self, client: Client) -> State:
+        """What a client decodes, or did."""
+        return self.link.history.sent(self.entry.number, self.wires[client], self.places[client])
+
+    def orders(self, client: Client) -> Orders:
+        link, wire = self.link, self.wires[client]
+        return Orders(
+            wire.up, wire.format_up, wire.kappa_up_for(len(self.wires)), wire.fan_in,
+            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, link.cache, link.coded,
+        )  # fmt: skip
+
+    def receive(self, client: Client, payload: bytes) -> State:
+        """A client's update in the server's frame, checked: its layout, its random bits, finite values."""
+        if client not in self.wires:
+            raise WireFormatError(f"client {client!r} is not of this round; its reply came too late or unasked")
+        self.traffic["up"][client] = self.traffic["up"].get(client, 0) + len(payload)
+        wire = self.wires[client]
+        layout = wire.layout_up(self.model.layout)
+        if header(payload).has_layout:
+            layout = _part_of(checked_body(payload, None)[1], layout)
+        references = () if header(payload).reference_fingerprint is None else (self.sent(client),)
+        message = decode(payload, layout, references=references)
+        self._check(client, wire, message)
+        update = dequantize_state(message)
+        if message.change:
+            base = self.model if wire.preserve else self.sent(client)
+            update = _moved(update, lambda name, change: base[name] + change)
+        elif wire.preserve and not wire.sends_changes:
+            sent, model = self.sent(client), self.model
+            change = _moved(update, lambda name, value: value - sent[name])
+            if not unlike(update, change):
+                update = _moved(change, lambda name, moved: model[name] + moved)
+        _check_finite(update, self.model)
+        self.confirmed.add(client)
+        return update
+
+    def _place_up(self, client: Client) -> tuple[int, int]:
+        return (self.places[client], self.entry.strata) if self.wires[client].sends_changes else (0, 1)
+
+    def _check(self, client: Client, wire: Wire, message: QuantState) -> None:
+        seed = wire.seed_up(self.link.seed, self.round, client)
+        place, strata = self._place_up(client)
+        found = message.rounding, message.seed, message.place, message.strata
+        if found != (wire.up, seed, place, strata):
+            raise WireFormatError(
+                f"the update was rounded {message.rounding!r} with seed {message.seed}, place {message.place} of "
+                f"{message.strata}; this round and client call for {wire.up!r} with {seed}, {place} of {strata}: the "
+                "message belongs to another round, client or run"
+            )
+
+    def _encoded(self, client: Client, held: tuple[int, int] | None, start: bool) -> bytes:
+        wire, place = self.wires[client], self.places[client]
+        given = held if held is None or wire.has_places else (held[0], 0)
+        key = wire, place if wire.has_places else 0, given, start
+        if key in self._payloads:
+            return self._payloads[key]
+        if self._message is None or self._message[0] != key[:2]:
+            message = quantize_down(self.model, self.entry, wire, place, self.link.seed)
+            self._message = key[:2], message
+        message, references = self._message[1], []
+        if wire.lossless:
+            references += [] if held is None else [self.link.history.sent(held[0], wire, held[1])]
+            references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
+        known = held is not None or start or self.link.layout_known
+        payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
+        if held is None or not wire.has_places:  # others will ask for the same
+            self._payloads[key] = payload
+        return payload
+
+
+class ServerLink:
+    """Models to clients and updates back, in few bytes.
+
+    wire: "dq" (the default), "fp8", "bq", "fp32", or a `Wire` for single settings. seed: of all random bits; None draws
+    one. start: a model that every client has too (a state dict, or a function that makes it; give the same to
+    ClientLink): first models are then coded given it. history: of how many rounds the server remembers its model.
+    cache=False: clients keep nothing between rounds. coded: name patterns of the tensors to code; default: two or more
+    dimensions, and long vectors. folder: for the history; default: a temporary one.
+    """
+
+    def __init__(
+        self,
+        wire: "str | Wire | Callable[[Client], Wire]" = "dq",
+        *,
+        seed: int | None = None,
+        start: "Arrays | State | Callable[[], Arrays] | None" = None,
+        history: int = 16,
+        cache: bool = True,
+        coded: str | Iterable[str] = (),
+        folder: "str | Path | None" = None,
+        layout_known: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._wire = wire if callable(wire) else wire_named(wire, **settings)
+        self.seed = secrets.randbits(62) if seed is None else seed
+        self.cache, self.limit, self.layout_known = cache, history, layout_known
+        self.coded = (coded,) if isinstance(coded, str) else tuple(coded)
+        self.history = History(self.seed, None if folder is None else Path(folder))
+        self.ranges: dict[str, float] = {}  # of FP8 codes, where the caller chose them
+        self.start = self._state(start() if callable(start) else start) if start is not None else None
+        self.frame: Frame | None = None
+        self.held: dict[Client, tuple[int, int]] = {}  # client -> (number of the model, place) it holds
+        self.losses: dict[Client, int] = {}
+        self.without_start: set[Client] = set()
+        self.saved_elsewhere = folder is not None  # then whoever saves the link cleans its history
+        self.opened = 0
+        self.number = 0
+        self.round: Round | None = None
+        self.traffic: list[dict[str, Any]] = []  # a line a round: round, and bytes down, up and resent by client
+        self._lock = threading.RLock()
+
+    # The four calls
+
+    def broadcast(self, state: "Arrays | State", clients: Iterable[Client]) -> dict[Client, bytes]:
+        """Opens a round for this cohort and returns what to send to each client."""
+        round = self.open(state, clients)
+        order = sorted(round.places, key=lambda client: round.places[client])  # clients of a place share their message
+        payloads = {client: self.message(client) for client in order}
+        return {client: payloads[client] for client in round.places}
+
+    def receive(self, client: Client, reply: bytes) -> Any:
+        """What a client brings, as tensors like those broadcast: the server's model plus the client's change."""
+        with self._naming(client):
+            state = self._current().receive(client, reply)
+            return state if self.frame is None else self.frame.restore(tensors_of(state))
+
+    def resend(self, client: Client) -> bytes:
+        """The whole model, for a client that lost its reference (LostReference)."""
+        with self._lock, self._naming(client):
+            round = self._current()
+            if client not in round.wires:
+                raise RunError("is not of this round; only those that broadcast named can be sent it again")
+            self.losses[client] = self.losses.get(client, 0) + 1
+            self.held.pop(client, None)
+            self.without_start.add(client)
+            return round.orders(client).to_bytes() + round.whole(client)
+
+    def confirm(self, client: Client) -> None:
+        """A client has received its model, although it sends none back (an evaluation)."""
+        self._current().confirmed.add(client)
+
+    # Rounds
+
+    def open(self, state: "Arrays | State", clients: Iterable[Client]) -> Round:
+        """A round whose messages are coded one by one, as they are asked for."""
+        with self._lock:
+            cohort = list(dict.fromkeys(clients))
+            if not cohort:
+                raise RunError("a round needs clients; broadcast was given none")
+            if strange := [c for c in cohort if not isinstance(c, str | int)]:
+                raise RunError(f"client {strange[0]!r} is a {type(strange[0]).__name__}; ids are strings or ints")
+            model = self._checked(state)
+            self.close()
+            self.opened += 1
+            wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in cohort}
+            entry = self._entry(model, max(wire.places(len(cohort)) for wire in wires.values()), len(cohort))
+            self.round = Round(self, entry, self.opened, wires, self._deal(cohort, entry))
+            self.traffic.append({"round": self.opened} | self.round.traffic)
+            return self.round
+
+    def message(self, client: Client) -> bytes:
+        """What to send to one client of the open round."""
+        with self._lock, self._naming(client):
+            round = self._current()
+            return round.orders(client).to_bytes() + round.payload(client)
+
+    def close(self) -> None:
+        """Remember who received the open round's model. A client that did not answer may hold that or an older one."""
+        with self._lock:
+            if self.round is None:
+                return
+            for client, place in self.round.places.items():
+                self.held.pop(client, None)
+                if self.cache and client in self.round.confirmed:
+                    self.held[client] = self.round.entry.number, place
+            self.round = None
+            newest = sorted({number for number, _ in self.held.values()} | {self.number}, reverse=True)[: self.limit]
+            self.held = {client: (n, place) for client, (n, place) in self.held.items() if n in newest}
+            self.history.keep_only(newest)
+            if not self.saved_elsewhere:
+                self.history.clean()
+
+    def usable(self, client: Client) -> tuple[int, int] | None:
+        """(number, place) of the model that a client holds, if it serves as a reference."""
+        held = self.held.get(client)
+        if held is None or held[0] not in self.history.entries or self.losses.get(client, 0) >= LOSSES:
+            return None
+        return held
+
+    def has_start(self, client: Client) -> bool:
+        return self.start is not None and client not in self.without_start
+
+    def _current(self) -> Round:
+        if self.round is None:
+            raise RunError("no round is open; call broadcast first")
+        return self.round
+
+    def _entry(self, model: State, strata: int, cohort: int) -> Entry:
+        """The same model again (evaluation, then the next round) is the same message: who holds it needs nothing."""
+        last = self.history.entries.get(self.number)
+        if last is not None and last.fingerprint == model.fingerprint:
+            return last
+        self.number += 1
+        return self.history.add(self.number, model, cohort, strata)
+
+    def _deal(self, cohort: list[Client], entry: Entry) -> dict[Client, int]:
+        """Places, dealt evenly in an order drawn for the round; who holds this very model keeps its place."""
+        order = torch.randperm(len(cohort), generator=generator(self.seed, "places", self.opened)).tolist()
+        places = {client: turn % entry.strata for client, turn in zip(cohort, order, strict=True)}
+        kept = {c: place for c in cohort for n, place in [self.held.get(c, (0, 0))] if n == entry.number}
+        return places | kept
+
+    # Tensors
+
+    def _state(self, arrays: "Arrays | State") -> State:
+        if isinstance(arrays, State):
+            return arrays
+        wire = self._wire if isinstance(self._wire, Wire) else Wire()
+        return state_of_arrays(arrays, wire.format_down, self.coded, self.ranges)
+
+    def _checked(self, arrays: "Arrays | State") -> State:
+        state = self._state(arrays)
+        if not isinstance(arrays, State):
+            frame = Frame(arrays)
+            if self.frame is not None:
+                self.frame.check_same(frame)
+            self.frame = frame
+        if self.start is not None and self.start.layout.fingerprint != state.layout.fingerprint:
+            differ = {s.name for s in self.start.layout} ^ {s.name for s in state.layout} or {
+                a.name for a, b in zip(self.start.layout, state.layout, strict=True) if a != b
+            }
+            raise QuantizationError(
+                f"start and model differ in {sorted(differ)[:3]}; start must be a model with the same tensors"
+            )
+        return state
+
+    @contextmanager
+    def _naming(self, client: Client):  # type: ignore[no-untyped-def]
+        """Errors say which client they are about."""
+        try:
+            yield
+        except Fedfp8Error as error:
+            if f"client {client!r}" in str(error):
+                raise
+            raise type(error)(f"client {client!r}: {error}") from None
+
+    # Saving
+
+    def meta(self) -> dict[str, Any]:
+        """All that the link remembers besides its models, as JSON can hold it."""
+        round = self.round
+        return {
+            "seed": self.seed,
+            "opened": self.opened,
+            "number": self.number,
+            "held": [[client, *held] for client, held in self.held.items()],
+            "losses": list(map(list, self.losses.items())),
+            "without_start": list(self.without_start),
+            "entries": [[e.number, e.fingerprint.hex(), e.cohort, e.strata] for e in self.history.entries.values()],
+            "frame": None if self.frame is None else self.frame.to_json(),
+            "round": round and {
+                "places": list(map(list, round.places.items())),
+                "confirmed": list(round.confirmed),
+                "number": round.entry.number,
+            },
+        }  # fmt: skip
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """The inverse; the models must be in the history's folder."""
+        self.seed = self.history.root = int(meta["seed"])
+        self.opened, self.number = int(meta["opened"]), int(meta["number"])
+        self.held = {client: (number, place) for client, number, place in meta["held"]}
+        self.losses = dict(map(tuple, meta["losses"]))
+        self.without_start = set(meta["without_start"])
+        self.history.entries = {n: Entry(n, bytes.fromhex(f), size, strata) for n, f, size, strata in meta["entries"]}
+        self.frame = None if meta["frame"] is None else Frame.from_json(meta["frame"])
+        self.round = None
+        if open := meta["round"]:
+            places = dict(open["places"])
+            wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in places}
+            self.round = Round(self, self.history.entries[open["number"]], self.opened, wires, places)
+            self.round.confirmed = set(open["confirmed"])
+            self.traffic.append({"round": self.opened} | self.round.traffic)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Everything, as named tensors: for torch.save or safetensors, also in the middle of a round."""
+        with self._lock:
+            text = json.dumps(self.meta()).encode()
+            found = {"meta": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+            for number in self.history.entries:
+                model = self.history.model(number)
+                layout = bytearray(model.layout.to_bytes())
+                found[f"{number}/layout"] = torch.frombuffer(layout, dtype=torch.uint8)
+                found |= {f"{number}/tensor/{name}": tensor for name, tensor in model.items()}
+            return found
+
+    def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Into a link made with the same arguments."""
+        with self._lock:
+            try:
+                meta = json.loads(saved["meta"].numpy().tobytes())
+                self.history.entries = {}
+                for number, *_ in meta["entries"]:
+                    layout = Layout.from_bytes(saved[f"{number}/layout"].numpy().tobytes())
+                    model = State(layout, {s.name: saved[f"{number}/tensor/{s.name}"].contiguous() for s in layout})
+                    self.history.add(number, model, 1, 1)
+                self.load_meta(meta)
+            except (KeyError, ValueError, TypeError) as error:
+                raise RunError(f"not the state of a ServerLink: {error}; give what state_dict returned") from None
+
+
+def _part_of(layout: Layout, whole: Layout) -> Layout:
+    """A reply may leave tensors out; it may not bring others. Checked before anything of its sizes is allocated."""
+    known = set(whole)
+    for spec in layout:
+        if spec not in known:
+            raise WireFormatError(
+                f"the update has a tensor {spec.name!r} {spec.shape} that was not sent: another model"
+            )
+    return layout
+
+
+def _moved(update: State, move: Callable[[str, torch.Tensor], torch.Tensor]) -> State:
+    moved = {s.name: move(s.name, update[s.name]) for s in update.layout if s.kind in ("fp8", "float")}
+    return State(update.layout, {name: moved.get(name, tensor) for name, tensor in update.items()})
+
+
+def _check_finite(update: State, model: State) -> None:
+    for spec in update.layout:
+        values = update[spec.name]
+        if spec.kind == "integer":  # floats that travel as bits may hold what the model holds there, and no other NaN
+            dtype = getattr(torch, spec.name.rpartition(":")[2], None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                continue
+            good = values.view(dtype).isfinite() | (values == model[spec.name])
+        else:
+            good = values.isfinite()
+        if not bool(good.all()):
+            raise WireFormatError(f"tensor {spec.name!r} of the update holds NaN or Inf; the update is not usable")

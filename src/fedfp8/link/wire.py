@@ -1,0 +1,200 @@
+"""How models travel: the rounding each way, its steps and its random bits. Server and client read the same rules.
+
+    dq     dithered both ways: any float tensors, a fraction of a bit to a bit or so a weight (our method)
+    fp8    the paper's UQ: FP8 codes, stochastic rounding, lossless coding given what the other side holds
+    bq     FP8 codes, nearest rounding (biased; for comparison)
+    fp32   as they are
+
+The step of a dithered tensor is kappa times a root mean square: of the tensor on the way down, of the change on the way
+up. One kappa does not fit all layers. The output of a layer averages the noise of its inputs' weights, so kappa grows
+with the root of the number of inputs up to `fan_in` of them; biases, norms and other vectors, which cost next to
+nothing, get an eighth. One kappa does not fit all cohorts either: what matters is the noise of the mean, so few clients
+get finer steps.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fedfp8.errors import ConfigError, WireFormatError
+from fedfp8.fp8 import E4M3, Format
+from fedfp8.fp8.quantize import STEP_MIN
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.rounding import ROUNDINGS, rounding_of
+from fedfp8.model.state import State
+from fedfp8.rng import derive_seed
+
+__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
+
+UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
+LOWEST = 1 / 8  # the share of kappa that vectors get
+KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 7  # cohorts from which on a client's steps are the full ones
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How models travel between a server and one client."""
+
+    down: str = "dithered"
+    up: str = "dithered"
+    format_down: Format | None = None  # of FP8 codes; None: as the layout has it
+    format_up: Format | None = None
+    kappa_down: float = 0.8
+    kappa_up: float = 8.0
+    fan_in: float = 228.0  # inputs of a layer from which on it gets the whole kappa; 0: all tensors get it
+    strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
+    preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
+    lossless: bool = True
+    name: str = ""  # goes into the seeds, so that two wires of one round have bits of their own
+
+    def __post_init__(self) -> None:
+        for direction, rounding in (("down", self.down), ("up", self.up)):
+            if rounding not in ROUNDINGS:
+                raise ConfigError(f"rounding {direction} is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+        for name in ("kappa_down", "kappa_up"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+        if not 1 <= self.strata <= 256:
+            raise ConfigError(f"strata is {self.strata}; between 1 (the same random bits for all) and 256")
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether clients answer with the change they made rather than with the whole model."""
+        return ROUNDINGS[self.up].has_steps
+
+    @property
+    def has_places(self) -> bool:
+        """Whether what a client receives depends on its place in the cohort."""
+        return ROUNDINGS[self.down].has_steps
+
+    def places(self, cohort: int) -> int:
+        """Strata of a round with this many clients. Only dither has places."""
+        return min(cohort, self.strata) if self.has_places or self.sends_changes else 1
+
+    def layout_down(self, layout: Layout) -> Layout:
+        return layout if self.format_down is None else layout.with_format(self.format_down)
+
+    def layout_up(self, layout: Layout) -> Layout:
+        return layout if self.format_up is None else layout.with_format(self.format_up)
+
+    def kappa_down_for(self, cohort: int) -> float:
+        """Noise of the mean of P places falls with P; a lone client gets what one set of bits for all would need."""
+        return self.kappa_down * min(1.0, math.sqrt(cohort / KAPPA_DOWN_CLIENTS))
+
+    def kappa_up_for(self, cohort: int) -> float:
+        return self.kappa_up * min(1.0, cohort / KAPPA_UP_CLIENTS)
+
+    def seed_down(self, root: int, number: int) -> int:
+        return derive_seed(root, "down", number, self.name)
+
+    def seed_up(self, root: int, round: int, client: str | int) -> int:
+        """Clients that share a cell's places share the bits; stochastic rounding draws for each client anew."""
+        return derive_seed(root, "up", round) if self.sends_changes else derive_seed(root, "up", round, client)
+
+
+WIRES = {
+    "dq": Wire(),
+    "fp8": Wire("stochastic", "stochastic", E4M3, E4M3, preserve=False, name="E4M3"),
+    "bq": Wire("nearest", "nearest", E4M3, E4M3, preserve=False, name="E4M3"),
+    "fp32": Wire("none", "none", preserve=False),
+}
+
+
+def wire_named(wire: "str | Wire", **changes: object) -> Wire:
+    """A wire by name with some settings changed."""
+    if isinstance(wire, str):
+        if wire not in WIRES:
+            raise ConfigError(f"wire is {wire!r}; choose one of {', '.join(WIRES)}")
+        wire = WIRES[wire]
+    return replace(wire, **changes)  # type: ignore[arg-type]
+
+
+# Steps
+
+
+def fan_in_factor(shape: tuple[int, ...], fan_in: float) -> float:
+    """The share of kappa for a tensor of this shape: sqrt(inputs / fan_in), between an eighth and one."""
+    if not fan_in:
+        return 1.0
+    inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
+    return min(1.0, max(LOWEST, math.sqrt(inputs / fan_in)))
+
+
+def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mapping[str, float] | None:
+    """Absolute steps of the tensors that `rounding` dithers; None for one that has no steps."""
+    rule = ROUNDINGS[rounding]
+    if not rule.has_steps:
+        return None
+    coded = (spec for spec in state.layout if spec.kind in rule.kinds and spec.size)
+    return {spec.name: _step(state, spec, kappa * fan_in_factor(spec.shape, fan_in)) for spec in coded}
+
+
+def _step(state: State, spec: TensorSpec, kappa: float) -> float:
+    # At most 2**19 steps to the largest value, and no step below the smallest there is: an error that harms no model.
+    low, high = state[spec.name].aminmax()
+    return max(kappa * state.rms(spec.name), max(-float(low), float(high)) / 2**19, STEP_MIN)
+
+
+def unlike(reply: State, change: State) -> bool:
+    """Whether a reply is no model but something smaller under its names (a difference, gradients).
+
+    A trained model is near the one it came from; a difference is as far from it as the model is large.
+    """
+    coded = [spec for spec in reply.layout if spec.kind in ("fp8", "float")]
+    strange = [s for s in coded if change.rms(s.name) > UNLIKE * reply.rms(s.name) > 0.0]
+    return 2 * sum(spec.size for spec in strange) > sum(spec.size for spec in coded)
+
+
+# What the server tells a client: in front of the model, so that a client needs no settings of its own
+
+MAGIC, VERSION = b"fp8l", 1
+HEAD = struct.Struct("<4sBBBBBBffQH")
+LOSSLESS, CACHE, HAS_FORMAT = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Orders:
+    """How the reply to one message is to be made. kappa is that of this cohort."""
+
+    up: str
+    format_up: Format | None
+    kappa_up: float
+    fan_in: float
+    seed: int
+    place: int = 0  # of this client in a cell, and how many there are
+    strata: int = 1
+    lossless: bool = True
+    cache: bool = True  # keep what was received: the next model may be coded given it
+    coded: tuple[str, ...] = ()  # name patterns, where the server has some
+
+    def to_bytes(self) -> bytes:
+        flags = LOSSLESS * self.lossless | CACHE * self.cache | HAS_FORMAT * (self.format_up is not None)
+        bits = 0 if self.format_up is None else self.format_up.exponent_bits << 4 | self.format_up.mantissa_bits
+        patterns = "\n".join(self.coded).encode()
+        rounding = ROUNDINGS[self.up].number
+        numbers = rounding, bits, self.place, self.strata - 1, self.kappa_up, self.fan_in, self.seed
+        return HEAD.pack(MAGIC, VERSION, flags, *numbers, len(patterns)) + patterns
+
+    @classmethod
+    def split(cls, message: bytes) -> tuple["Orders", bytes]:
+        """(the orders, the payload) of a message of a ServerLink."""
+        try:
+            magic, version, flags, rounding, bits, place, last, kappa, fan_in, seed, length = HEAD.unpack_from(message)
+            end = HEAD.size + length
+            patterns = bytes(message[HEAD.size : end]).decode()
+            format = Format(bits >> 4, bits & 15) if flags & HAS_FORMAT else None
+            sound = math.isfinite(kappa) and kappa > 0 and math.isfinite(fan_in) and fan_in >= 0 and place <= last
+            if magic != MAGIC or version != VERSION or flags > 7 or not sound or len(message) < end:
+                raise ValueError(f"it begins with {bytes(message[:5])!r}")
+            orders = cls(
+                rounding_of(rounding).name, format, kappa, fan_in, seed, place, last + 1, bool(flags & LOSSLESS),
+                bool(flags & CACHE), tuple(patterns.split("\n")) if patterns else (),
+            )  # fmt: skip
+        except (struct.error, ValueError, KeyError) as error:
+            raise WireFormatError(
+                f"a message of {len(message)} bytes is not one of a fedfp8.ServerLink ({error}); give "
+                "ClientLink.receive the very bytes that broadcast or resend made, and use one fedfp8 on both sides"
+            ) from None
+        return orders, bytes(message[end:])

@@ -1,0 +1,523 @@
+"""ServerLink and ClientLink: any tensors, any order, any interruption; nothing that fails changes anything."""
+
+import copy
+import json
+import math
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from fedfp8 import ClientLink, LostReference, ServerLink, average
+from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, RunError, WireFormatError
+from fedfp8.link.wire import WIRES, Orders, Wire, fan_in_factor
+from fedfp8.wire import header
+
+ALL = sorted(WIRES)
+COHORT = ["a", 7, "c"]
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "fc.weight": torch.randn(40, 30, generator=g) * 0.1,
+        "fc.bias": torch.randn(40, generator=g),
+        "norm.running_var": torch.rand(40, generator=g),
+        "norm.num_batches_tracked": torch.tensor(3),
+    }
+
+
+def trained(state: dict[str, Any], seed: int, size: float = 0.01) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        n: t + size * torch.randn(t.shape, generator=g).to(t.dtype) if t.is_floating_point() else t + 1
+        for n, t in state.items()
+    }
+
+
+def one_round(server: ServerLink, clients: dict, state: dict, round: int = 0) -> tuple[dict, dict]:
+    """(what each client received, what the server made of its reply)"""
+    received, updates = {}, {}
+    for name, payload in server.broadcast(state, clients).items():
+        received[name] = clients[name].receive(payload)
+        updates[name] = server.receive(name, clients[name].reply(trained(received[name], round)))
+    return received, updates
+
+
+@pytest.mark.parametrize("wire", ALL)
+def test_rounds_through_both_links(wire: str) -> None:
+    server, clients = ServerLink(wire, seed=1), {name: ClientLink() for name in COHORT}
+    state = model()
+    for round in range(3):
+        received, updates = one_round(server, clients, state, round)
+        for name, update in updates.items():
+            assert {n: (t.dtype, t.shape) for n, t in update.items()} == {
+                n: (t.dtype, t.shape) for n, t in state.items()
+            }
+            # What is not coded comes back bit for bit
+            assert torch.equal(update["fc.bias"], trained(received[name], round)["fc.bias"])
+            assert torch.equal(update["norm.num_batches_tracked"], state["norm.num_batches_tracked"] + 1)
+        state = average(updates.values())
+    assert [line["round"] for line in server.traffic] == [1, 2, 3]
+    assert set(server.traffic[-1]["down"]) == set(server.traffic[-1]["up"]) == set(COHORT)
+
+
+@pytest.mark.parametrize("wire", ALL)
+def test_same_seed_same_bytes(wire: str) -> None:
+    def run() -> list[bytes]:
+        server, clients, state, found = ServerLink(wire, seed=5), {n: ClientLink() for n in COHORT}, model(), []
+        for round in range(2):
+            payloads = server.broadcast(state, COHORT)
+            replies = {n: clients[n].reply(trained(clients[n].receive(p), round)) for n, p in payloads.items()}
+            found += [*payloads.values(), *replies.values()]
+            state = average([server.receive(n, r) for n, r in replies.items()])
+        return found
+
+    assert run() == run()
+
+
+# The method: error of a cohort's mean
+
+
+def mean_error(clients: int, seed: int, weights: list[float] | None = None) -> tuple[float, float, float]:
+    """(largest error of the weighted mean of what a cohort receives, its rms, the largest step)"""
+    state = {"w": torch.randn(64, 300, generator=torch.Generator().manual_seed(seed))}
+    server = ServerLink("dq", seed=seed)
+    names = list(range(clients))
+    round = server.open(state, names)
+    sent = [round.sent(name)["w"].double() for name in names]
+    round.payload(0)
+    step = max(round._message[1].steps.values())
+    weights = weights or [1.0] * clients
+    mean = sum(w * s for w, s in zip(weights, sent, strict=True)) / sum(weights)
+    error = mean - state["w"].double()
+    return float(error.abs().max()), float(error.square().mean().sqrt()), step
+
+
+@pytest.mark.parametrize("clients", [2, 5, 10, 16, 32])
+def test_the_mean_of_a_full_cohort_is_within_half_a_stratum(clients: int) -> None:
+    largest, _, step = mean_error(clients, seed=clients)
+    strata = min(clients, 16)
+    # Errors of M places are equally spaced by step/M, so their mean lies within step/(2M); undither computes in float32
+    # with values up to 5 and u of 23 bits: 4 roundings of 2**-22.
+    assert largest <= step / (2 * strata) + 4 * 5 * 2**-22
+
+
+def test_uneven_cohorts_are_still_far_better_than_independent_bits() -> None:
+    """18 clients on 16 places with weights 1 to 3. With weights that sum to 1, independent bits would give the mean a
+    variance of step^2/12 * sum w^2; with places it is step^2/12 * (1/M^2 + (1 + 1/M) * sum (W - 1/M)^2), W the weights
+    summed by place (docs/method.md): at most 0.56 of that for any dealing, 0.75 in standard deviation; and 2 % for a
+    sample of 19,200."""
+    weights = [1.0 + k % 3 for k in range(18)]
+    _, rms, step = mean_error(18, seed=3, weights=weights)
+    independent = step / math.sqrt(12) * math.sqrt(sum(w * w for w in weights)) / sum(weights)
+    assert rms < 0.77 * independent
+
+
+def test_places_are_dealt_evenly_and_anew_in_every_round() -> None:
+    server, dealt = ServerLink("dq", seed=1), set()
+    for round in range(6):
+        server.open({"w": torch.randn(64, 64) + round}, list(range(40)))
+        places = server.round.places
+        counts = [list(places.values()).count(p) for p in range(16)]
+        assert set(places.values()) == set(range(16)) and max(counts) - min(counts) <= 1
+        dealt.add(tuple(places.values()))
+    assert len(dealt) == 6
+
+
+@pytest.mark.parametrize("wire", ["dq", "fp8"])
+def test_every_client_is_served_without_bias_whatever_the_others_do(wire: str) -> None:
+    """Mean over 400 draws of one client's error in a cohort of three, two of which drop out: with n elements and errors
+    of variance at most step^2/4 each, the mean of all lies within 5 sigma = 5 * step / (2 sqrt(400 n)) of 0."""
+    state = {"w": torch.randn(40, 40, generator=torch.Generator().manual_seed(0))}
+    total, step = torch.zeros(40, 40, dtype=torch.float64), 0.0
+    for seed in range(400):
+        server = ServerLink(wire, seed=seed)
+        server.open(state, ["a", "b", "c"])
+        sent = server.round.sent("b")["w"].double()
+        total += sent - state["w"]
+        step = max(step, 2 * float((sent - state["w"]).abs().max()))
+    assert abs(float(total.mean()) / 400) <= 5 * step / (2 * math.sqrt(400 * 1600))
+
+
+def test_the_server_adds_the_change_to_its_own_model() -> None:
+    """A client that changes nothing gives back the server's model exactly, whatever noise the downlink had."""
+    server, client, state = ServerLink("dq", seed=1), ClientLink(), model()
+    received = client.receive(server.broadcast(state, ["a"])["a"])
+    assert not torch.equal(received["fc.weight"], state["fc.weight"])
+    update = server.receive("a", client.reply(received))
+    assert all(torch.equal(update[name], state[name]) for name in state)
+
+
+def test_fewer_clients_get_finer_steps() -> None:
+    wire = WIRES["dq"]
+    assert [wire.kappa_up_for(n) for n in (1, 2, 4, 8, 100)] == [1, 2, 4, 8, 8]
+    assert wire.kappa_down_for(1) == pytest.approx(0.3, abs=0.01) and wire.kappa_down_for(7) == wire.kappa_down
+    assert fan_in_factor((10,), 228) == 1 / 8 and fan_in_factor((64, 1600), 228) == 1
+    assert fan_in_factor((64, 57), 228) == 0.5 and fan_in_factor((3,), 0) == 1
+
+
+# Start and references
+
+
+@pytest.mark.parametrize("wire", ["dq", "fp8"])
+def test_a_shared_start_makes_first_models_almost_free(wire: str) -> None:
+    state = model()
+    plain = sum(map(len, ServerLink(wire, seed=1).broadcast(state, COHORT).values()))
+    server = ServerLink(wire, seed=1, start=lambda: model())
+    payloads = server.broadcast(state, COHORT)
+    assert sum(map(len, payloads.values())) < plain - 3 * 300  # at least two bits for each of 1,200 weights
+    for name, payload in payloads.items():
+        clients = ClientLink(start=state), ClientLink()
+        values = clients[0].receive(payload)
+        with pytest.raises(LostReference, match="resend"):
+            clients[1].receive(payload)
+        again = clients[1].receive(server.resend(name))
+        assert all(torch.equal(values[n], again[n]) for n in state)
+    with pytest.raises(LostReference):
+        ClientLink(start=model(seed=9)).receive(payloads["a"])
+
+
+def test_a_client_without_the_start_is_remembered() -> None:
+    state = model()
+    server, client = ServerLink("dq", seed=1, start=state), ClientLink()
+    with pytest.raises(LostReference):
+        client.receive(server.broadcast(state, ["a"])["a"])
+    server.receive("a", client.reply(client.receive(server.resend("a"))))
+    client.receive(server.broadcast(trained(state, 1), ["a"])["a"])  # given what it received, not given the start
+
+
+@pytest.mark.parametrize("wire", ALL)
+def test_references_save_bytes_and_change_no_value(wire: str) -> None:
+    results = []
+    for cache in (True, False):
+        server, clients, state = ServerLink(wire, seed=1, cache=cache), {n: ClientLink() for n in COHORT}, model()
+        for round in range(3):
+            _, updates = one_round(server, clients, state, round)
+            state = average(updates.values())
+        results.append((state, sum(server.traffic[-1]["down"].values())))
+    assert all(torch.equal(results[0][0][n], results[1][0][n]) for n in model())
+    assert wire == "fp32" or results[0][1] < results[1][1]
+
+
+def test_a_client_that_lost_its_model_is_sent_it_whole_and_then_left_alone() -> None:
+    server, state = ServerLink("dq", seed=1), model()
+    client = ClientLink()
+    server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
+    for loss in range(2):
+        state = trained(state, loss)
+        client = ClientLink()  # a new process without a store
+        message = server.broadcast(state, ["a"])["a"]
+        with pytest.raises(LostReference):
+            client.receive(message)
+        server.receive("a", client.reply(client.receive(server.resend("a"))))
+    ClientLink().receive(server.broadcast(trained(state, 5), ["a"])["a"])  # after two losses: no reference any more
+    assert server.traffic[1]["resent"].keys() == {"a"}
+
+
+def test_the_history_is_bounded_and_clients_of_old_models_are_served() -> None:
+    server, state = ServerLink("dq", seed=1, history=3), model()
+    old = ClientLink()
+    server.receive("old", old.reply(old.receive(server.broadcast(state, ["old"])["old"])))
+    for round in range(6):
+        state, client = trained(state, round), ClientLink()
+        server.receive(round, client.reply(client.receive(server.broadcast(state, [round])[round])))
+    server.close()
+    assert len(server.history.entries) <= 3 and len(list(server.history.folder.iterdir())) <= 3
+    assert "old" not in server.held
+    old.receive(server.broadcast(state, ["old"])["old"])
+
+
+def test_memory_does_not_grow_with_clients() -> None:
+    """What the server keeps for a client is two small numbers, however large the model."""
+    sizes = {}
+    for clients in (10, 1000):
+        server, state = ServerLink("dq", seed=1), {"w": torch.randn(100, 100)}
+        round = server.open(state, range(clients))
+        round.confirmed.update(range(clients))
+        server.close()
+        sizes[clients] = len(json.dumps(server.meta())), server.history.size()
+    assert sizes[10][1] == sizes[1000][1]
+    assert sizes[1000][0] - sizes[10][0] < 990 * 20
+
+
+def test_the_same_model_again_costs_nothing_for_who_holds_it() -> None:
+    """As in evaluation followed by the next round."""
+    server, client, state = ServerLink("dq", seed=1), ClientLink(), {"w": torch.randn(100, 100)}
+    first = server.broadcast(state, ["a", "b"])["a"]
+    values = client.receive(first)
+    server.confirm("a")
+    again = server.broadcast(state, ["a", "c"])["a"]
+    assert len(again) < 150 < len(first)
+    assert torch.equal(client.receive(again)["w"], values["w"])
+
+
+# Tensors of every kind
+
+KINDS = {
+    "float32": torch.randn(20, 20), "float64": torch.randn(20, 20, dtype=torch.float64),
+    "float16": torch.randn(20, 20).half(), "bfloat16": torch.randn(20, 20).bfloat16(),
+    "int64": torch.arange(5), "bool": torch.tensor([True, False]), "uint8": torch.arange(200, dtype=torch.uint8),
+    "scalar": torch.tensor(1.5), "empty": torch.zeros(0, 4), "zeros": torch.zeros(30, 30), "long": torch.randn(5000),
+    "strided": torch.randn(30, 20).t(), "channels_last": torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last),
+    "complex64": torch.randn(3, dtype=torch.complex64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wire", ALL)
+@pytest.mark.parametrize("arrays", ["torch", "numpy"])
+def test_tensors_of_every_kind(wire: str, arrays: str) -> None:
+    state: dict[str, Any] = dict(KINDS)
+    if arrays == "numpy":
+        state = {n: t.numpy() for n, t in KINDS.items() if n != "bfloat16"}
+        state["backwards"] = np.arange(400.0).reshape(20, 20)[::-1, ::2]
+        state["big endian"] = np.arange(100, dtype=">f4").reshape(10, 10)
+    server, client = ServerLink(wire, seed=1), ClientLink(arrays=arrays)
+    for _ in range(2):
+        received = client.receive(server.broadcast(state, ["a"])["a"])
+        update = server.receive("a", client.reply(received))
+        for name, array in state.items():
+            for found in (received[name], update[name]):
+                assert tuple(found.shape) == tuple(array.shape) and type(found) is type(array)
+                assert found.dtype == array.dtype or str(array.dtype).startswith(">")
+            if name in ("int64", "bool", "uint8", "scalar", "empty", "zeros", "complex64"):
+                assert (np.asarray(received[name]) == np.asarray(array)).all()
+
+
+def test_ml_dtypes_bfloat16_arrays() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    state = {"w": np.random.default_rng(0).normal(size=(20, 20)).astype(ml_dtypes.bfloat16)}
+    server, client = ServerLink("dq", seed=1), ClientLink(arrays="numpy")
+    update = server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
+    assert update["w"].dtype == ml_dtypes.bfloat16
+
+
+def test_tied_tensors_and_parameters() -> None:
+    tied = torch.nn.Parameter(torch.randn(30, 30))
+    server, client = ServerLink("dq", seed=1), ClientLink()
+    update = server.receive("a", client.reply(client.receive(server.broadcast({"x": tied, "y": tied}, ["a"])["a"])))
+    assert torch.equal(update["x"], tied.data) and torch.equal(update["y"], tied.data)
+
+
+def test_a_reply_may_leave_tensors_out() -> None:
+    server, client, state = ServerLink("dq", seed=1), ClientLink(), model() | {"head": torch.randn(30, 30)}
+    received = client.receive(server.broadcast(state, ["a"])["a"])
+    update = server.receive("a", client.reply({"head": received["head"], "fc.bias": received["fc.bias"]}))
+    assert set(update) == {"head", "fc.bias"} and torch.equal(update["head"], state["head"])
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-3])
+def test_a_reply_that_is_no_model_keeps_its_own_scale(scale: float) -> None:
+    """Differences or gradients under the model's names: noise of the size of their own step, not of the model's."""
+    server, client, state = ServerLink("dq", seed=1), ClientLink(), {"w": torch.randn(60, 60)}
+    client.receive(server.broadcast(state, ["a"])["a"])
+    difference = {"w": scale * torch.randn(60, 60)}
+    update = server.receive("a", client.reply(difference))
+    # kappa of a lone client is 1, times sqrt(60/228): noise of step/sqrt(12) = 0.15 of the rms
+    assert float((update["w"] - difference["w"]).std()) < 0.3 * scale
+
+
+# What is refused
+
+
+def opened(wire: str = "dq") -> tuple[ServerLink, ClientLink, dict]:
+    server, client, state = ServerLink(wire, seed=1), ClientLink(), model()
+    client.receive(server.broadcast(state, ["a", "b"])["a"])
+    return server, client, state
+
+
+def test_a_model_may_not_change_its_tensors() -> None:
+    server, _, state = opened()
+    with pytest.raises(QuantizationError, match=r"'fc.weight' was float32 \(40, 30\) .* is float32 \(30, 40\) now"):
+        server.broadcast(state | {"fc.weight": torch.zeros(30, 40)}, ["a"])
+    with pytest.raises(QuantizationError, match="'more' was missing"):
+        server.broadcast(state | {"more": torch.zeros(3)}, ["a"])
+    server.receive("a", server_reply(server, "a"))  # the round is still open
+
+
+def server_reply(server: ServerLink, name: str) -> bytes:
+    client = ClientLink()
+    return client.reply(client.receive(server.resend(name)))
+
+
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        (b"", "client 'a'"), (b"nonsense", "not a fedfp8 message"),
+        (lambda good: good[:-1], "checksum"), (lambda good: good[:20] + b"x" + good[21:], "client 'a'"),
+    ],
+)  # fmt: skip
+def test_bad_replies_name_the_client_and_change_nothing(reply: Any, message: str) -> None:
+    server, client, state = opened()
+    good = client.reply(state)
+    before = server.meta()
+    with pytest.raises(WireFormatError, match=message):
+        server.receive("a", reply(good) if callable(reply) else reply)
+    assert server.meta() == before
+    server.receive("a", good)
+
+
+def test_replies_of_another_client_round_or_model() -> None:
+    server, client, state = opened()
+    reply = client.reply(state)
+    with pytest.raises(WireFormatError, match=r"client 'b'.*another round, client or run"):
+        server.receive("b", reply)
+    with pytest.raises(WireFormatError, match="client 'z'"):
+        server.receive("z", reply)
+    server.broadcast(trained(state, 1), ["a"])
+    with pytest.raises(WireFormatError, match="another round"):
+        server.receive("a", reply)
+    other, stranger = ServerLink("dq", seed=1), ClientLink()
+    values = stranger.receive(other.broadcast({"fc.weight": torch.randn(9, 9)}, ["a"])["a"])
+    with pytest.raises(WireFormatError, match="client 'a'"):
+        server.receive("a", stranger.reply(values))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wire", ALL)
+def test_nan_and_inf_are_refused_by_name(bad: float, wire: str) -> None:
+    server, client, state = opened(wire)
+    for name in ("fc.weight", "fc.bias"):
+        spoiled = {n: t.clone() for n, t in state.items()}
+        spoiled[name].view(-1)[3] = bad
+        with pytest.raises(Fedfp8Error, match=name):
+            server.receive("a", client.reply(spoiled))
+    with pytest.raises(Fedfp8Error, match=r"fc\.weight"):
+        ServerLink(wire).broadcast(state | {"fc.weight": torch.full((40, 30), bad)}, ["a"])
+
+
+def test_a_client_names_what_does_not_fit() -> None:
+    server, client, state = opened()
+    for change, message in [
+        ({"other": torch.zeros(3)}, "'other' was not received"),
+        ({"fc.weight": torch.zeros(30, 40)}, r"'fc.weight' is \(30, 40\)"),
+        ({"norm.num_batches_tracked": torch.tensor(0.5)}, "cannot hold its values"),
+        ({"fc.weight": np.array([["x"]])}, "fc.weight"),
+    ]:
+        with pytest.raises(QuantizationError, match=message):
+            client.reply(state | change)
+    server.receive("a", client.reply({n: t.double() for n, t in state.items() if t.is_floating_point()}))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: ServerLink("dp"), ConfigError, "choose one of"),
+        (lambda: ServerLink("dq", kappa_up=-1), ConfigError, "kappa_up is -1"),
+        (lambda: ServerLink("dq", strata=0), ConfigError, "strata"),
+        (lambda: ServerLink().broadcast(model(), []), RunError, "needs clients"),
+        (lambda: ServerLink().broadcast(model(), [1.5]), RunError, "strings or ints"),
+        (lambda: ServerLink().receive("a", b""), RunError, "call broadcast first"),
+        (lambda: ServerLink().resend("a"), RunError, "call broadcast first"),
+        (lambda: ClientLink().reply(model()), RunError, "call receive first"),
+        (lambda: ClientLink(arrays="jax"), RunError, "torch"),
+        (lambda: ClientLink().receive(b"junk"), WireFormatError, "ServerLink"),
+        (lambda: ServerLink(start={"x": torch.zeros(9, 9)}).broadcast(model(), ["a"]), QuantizationError, "start"),
+        (lambda: average([]), QuantizationError, "at least one"),
+        (lambda: average([model()], [-1.0]), QuantizationError, "weight 0"),
+    ],
+)
+def test_wrong_calls(call: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=80))
+def test_hostile_messages_and_orders(data: bytes) -> None:
+    client = ClientLink()
+    for message in (data, Orders("dithered", None, 1.0, 0.0, 1).to_bytes() + data):
+        with pytest.raises((WireFormatError, LostReference)):
+            client.receive(message)
+
+
+def test_orders_come_back_as_they_were() -> None:
+    orders = ServerLink("fp8", seed=3, coded=["*.weight", "x"])
+    orders.open(model(), ["a"])
+    given = orders.round.orders("a")
+    assert Orders.split(given.to_bytes() + b"rest") == (given, b"rest")
+
+
+# Interruptions, threads
+
+
+@pytest.mark.parametrize("wire", ALL)
+@pytest.mark.parametrize("middle", [False, True])
+def test_saved_and_restored_links_go_on_to_the_same_bytes(wire: str, middle: bool, tmp_path: Path) -> None:
+    def run(interrupted: bool) -> list[bytes]:
+        server, clients, state, found = ServerLink(wire, seed=5), {n: ClientLink() for n in COHORT}, model(), []
+        for round in range(3):
+            payloads = server.broadcast(state, COHORT)
+            replies = {n: clients[n].reply(trained(clients[n].receive(p), round)) for n, p in payloads.items()}
+            updates = []
+            for number, (name, reply) in enumerate(replies.items()):
+                updates.append(server.receive(name, reply))
+                if interrupted and round == 1 and (number == 0) == middle:
+                    saved = load(save(server.state_dict()))
+                    server = ServerLink(wire, seed=0)
+                    server.load_state_dict(saved)
+                    for n in COHORT:
+                        kept = load(save(clients[n].state_dict()))
+                        clients[n] = ClientLink()
+                        clients[n].load_state_dict(kept)
+            found += [*payloads.values(), *replies.values()]
+            state = average(updates)
+        return found
+
+    assert run(False) == run(True)
+
+
+def test_a_store_outlives_the_process(tmp_path: Path) -> None:
+    server, state = ServerLink("dq", seed=1), model()
+    client = ClientLink(store=tmp_path)
+    server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
+    message = server.broadcast(trained(state, 1), ["a"])["a"]
+    assert header(Orders.split(message)[1]).reference_fingerprint is not None
+    ClientLink(store=tmp_path).receive(message)
+    (tmp_path / "received.safetensors").write_bytes(b"damaged")
+    with pytest.raises(LostReference):
+        ClientLink(store=tmp_path).receive(message)
+
+
+def test_replies_in_parallel_and_in_any_order() -> None:
+    names = list(range(12))
+    server, clients, state = ServerLink("dq", seed=1), {n: ClientLink() for n in names}, model()
+    payloads = server.broadcast(state, names)
+    replies = {n: clients[n].reply(trained(clients[n].receive(p), n)) for n, p in payloads.items()}
+    alone = copy.deepcopy({n: server.receive(n, r) for n, r in replies.items()})
+    barrier = threading.Barrier(6)
+
+    def receive(n: int) -> tuple[int, dict]:
+        if n < 6:
+            barrier.wait(10)
+        return n, server.receive(n, replies[n])
+
+    shuffled = names[:6] + random.Random(0).sample(names[6:], 6)
+    with ThreadPoolExecutor(6) as pool:
+        for n, update in pool.map(receive, shuffled):
+            assert all(torch.equal(update[name], alone[n][name]) for name in state)
+
+
+def test_average_is_weighted_and_keeps_kinds() -> None:
+    states = [
+        {"w": torch.full((2, 2), v).bfloat16(), "n": torch.tensor(int(v)), "a": np.full(3, v)} for v in (1.0, 4.0)
+    ]
+    mean = average(states, [2, 1])
+    assert mean["w"].dtype == torch.bfloat16 and float(mean["w"][0, 0]) == 2.0
+    assert int(mean["n"]) == 1 and isinstance(mean["a"], np.ndarray) and mean["a"][0] == 2.0
+    assert average([{"w": torch.ones(1)}, {}])["w"] == 1
+
+
+def test_a_wire_of_ones_own() -> None:
+    server = ServerLink(Wire("dithered", "none"), seed=1)
+    client, state = ClientLink(), model()
+    update = server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
+    assert torch.allclose(update["fc.weight"], state["fc.weight"], atol=1e-6)
