@@ -76,7 +76,7 @@ def test_weight_decay_leaves_ranges_alone() -> None:
     """With no data to learn from (all inputs 0, uniform labels) only decay moves anything."""
     config = tiny("uq", local__weight_decay=0.5)
     federation = federation_of(config)
-    federation.train_x.zero_()
+    federation.clients[0].data[0].zero_()
     model = federation.network(config)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     local = LocalConfig(weight_decay=0.5, epochs=0, steps=1, batch_size=12)
@@ -112,7 +112,7 @@ def test_a_client_leaves_nothing_behind_for_the_next(settings: dict, tmp_path: P
     alone = Client(config, federation, lambda _: None).train(task)
     busy = Client(config, federation, lambda _: None)
     busy.train(replace(task, client=0))
-    federation.train_x[federation.parts[2]] = float("nan")
+    federation.clients[2].data[0][federation.clients[2].rows] = float("nan")
     with pytest.raises(fedfp8.errors.QuantizationError):
         busy.train(replace(task, client=2))
     assert busy.train(task).payload == alone.payload

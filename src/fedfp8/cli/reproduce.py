@@ -26,6 +26,7 @@ Methods = Annotated[
 Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds of every run; default: the paper's 1000 (or 500).")]
 Seeds = Annotated[str, typer.Option(help="Comma-separated; results are means over them. The paper has three.")]
 Workers = Annotated[int | None, typer.Option(min=0, help="Processes that train clients; default: one a core.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu (default), cuda, mps, or several such as cuda:0,cuda:1.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with the data sets (see `fedfp8 data list`).")]
 Out = Annotated[Path, typer.Option(help="Folder for runs (OUT/CELL/METHOD-seedN), tables, plots and report.html.")]
 Settings = Annotated[
@@ -47,6 +48,7 @@ def reproduce(
     rounds: Rounds = None,
     seeds: Seeds = "0,1,2",
     workers: Workers = None,
+    device: Device = None,
     data_dir: DataDir = None,
     out: Out = Path("runs/paper"),
     settings: Settings = None,
@@ -83,7 +85,7 @@ def reproduce(
         table = plan_table(jobs, count)
         typer.echo(f"{table.text()}\n\n{table.notes[0]}")
     else:
-        run_plan(experiment, jobs, out, count)
+        run_plan(experiment, jobs, out, count, device)
 
 
 def number(text: str) -> int:
@@ -106,13 +108,13 @@ def computed(experiment: str, out: Path, dry_run: bool) -> None:
     typer.echo(f"written: {out / experiment}.png, .pdf, .json and {out / 'report.html'}")
 
 
-def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int) -> None:
+def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int, device: str | None = None) -> None:
     from fedfp8.paper.reproduce import clock_for, run_jobs
 
     done = sum(job.status == "done" for job in jobs)
     typer.echo(f"{len(jobs)} runs, {done} of them done." + (" Timing a few steps ..." if done < len(jobs) else ""))
     with Display(clock_for(jobs, workers), quiet=QUIET) as display, resumable("The same command again continues it."):
-        complete = run_jobs(experiment, jobs, out, workers=workers, on_round=display.on_round)
+        complete = run_jobs(experiment, jobs, out, workers=workers, device=device, on_round=display.on_round)
     if not complete:
         typer.echo("Stopped. The same command again continues where it was.")
     typer.echo(f"written: {out / experiment}.md, .csv, .json and {out / 'report.html'}")

@@ -42,6 +42,14 @@ KeepPayloads = Annotated[
     int | None,
     typer.Option(min=1, metavar="ROUND", help="Keep the messages of this round in RUN/payloads (fedfp8 inspect)."),
 ]
+Task = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="Your own task: a function that returns a fedfp8.Task, or a dict."),
+]
+Name = Annotated[
+    str | None, typer.Option(help="What tables and plots call it; default: the preset, or the task's own.")
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu (default), cuda, mps, or several such as cuda:0,cuda:1.")]
 NoLossless = Annotated[bool, typer.Option("--no-lossless", help="Raw codes on the wire, as in the paper.")]
 
 
@@ -69,6 +77,9 @@ def run(
     overwrite: Overwrite = False,
     keep_payloads: KeepPayloads = None,
     as_json: Json = False,
+    task: Task = None,
+    name: Name = None,
+    device: Device = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard scalars to OUT/tb.")
     ] = False,
@@ -77,11 +88,10 @@ def run(
 
     fedfp8 run --preset digits --method dq --rounds 40 --out runs/dq
     """
-    config = configure(
-        config_file, preset, method, rounds, seed, data_dir, settings, eval_every, no_lossless, keep_payloads
-    )
-    folder = out or Path("runs") / f"{config.preset}-{config.method}-seed{config.seed}"
-    train(config, folder, workers, overwrite=overwrite, tensorboard=tensorboard, as_json=as_json)
+    options = (method, rounds, seed, data_dir, settings, eval_every, no_lossless, keep_payloads)
+    config = configure(config_file, preset, *options, task=task, name=name)
+    folder = out or Path("runs") / f"{config.name or config.preset}-{config.method}-seed{config.seed}"
+    train(config, folder, workers, overwrite=overwrite, tensorboard=tensorboard, as_json=as_json, device=device)
 
 
 def resume(
@@ -89,13 +99,14 @@ def resume(
     rounds: Annotated[int | None, typer.Option(min=1, help="Go on to this many rounds; default: as planned.")] = None,
     workers: Workers = None,
     as_json: Json = False,
+    device: Device = None,
 ) -> None:
     """Continue an interrupted run, to the same bytes as if it had not been interrupted; or go on past its end."""
     if rounds is not None:
         from fedfp8.paper.jobs import set_length
 
         set_length(folder, rounds)
-    train(None, folder, workers, as_json=as_json)
+    train(None, folder, workers, as_json=as_json, device=device)
 
 
 def compare(
@@ -114,6 +125,9 @@ def compare(
     overwrite: Overwrite = False,
     keep_payloads: KeepPayloads = None,
     as_json: Json = False,
+    task: Task = None,
+    name: Name = None,
+    device: Device = None,
 ) -> None:
     """Several methods on the same data: a table, a plot and a report. Finished runs are not repeated.
 
@@ -126,13 +140,13 @@ def compare(
         )
     plan = []
     for seed in numbers:
-        for name in names:
-            method, *own = name.split(":")
+        for label in names:
+            method, *own = label.split(":")
             chosen = [*(settings or []), *own]
             options = (preset, method, rounds, int(seed), data_dir, chosen, eval_every, no_lossless, keep_payloads)
-            plan.append((configure(None, *options), name if own else ""))
-    folder = out or Path("runs") / f"compare-{plan[0][0].preset}"
-    compare_all(plan, folder, workers, overwrite, as_json)
+            plan.append((configure(None, *options, task=task, name=name), label if own else ""))
+    folder = out or Path("runs") / f"compare-{plan[0][0].name or plan[0][0].preset}"
+    compare_all(plan, folder, workers, overwrite, as_json, device)
 
 
 def demo(
@@ -172,16 +186,22 @@ def configure(
     eval_every: int | None,
     no_lossless: bool,
     keep_payloads: int | None = None,
+    *,
+    task: str | None = None,
+    name: str | None = None,
 ) -> Config:
     """Preset, then config file, then method, then single settings; what comes later wins."""
     from fedfp8.fl import preset as named
     from fedfp8.fl import with_method, with_settings
     from fedfp8.fl.checkpoint import read_config
     from fedfp8.fl.settings import parse_assignment
+    from fedfp8.fl.task import OWN, complete
 
+    if task is not None and preset not in (None, OWN):
+        raise ConfigError(f"both --task {task} and --preset {preset} were given; a task has its own model and data")
     if file is not None and preset is not None:
         raise ConfigError(f"both a config file ({file}) and --preset {preset} were given; choose one to start from")
-    config = read_config(file) if file is not None else named(preset or "digits")
+    config = read_config(file) if file is not None else named(preset or (OWN if task else "digits"))
     if method is not None or file is None:
         config = with_method(config, method or "uq")
     chosen = dict(parse_assignment(item) for item in settings or [])
@@ -192,8 +212,10 @@ def configure(
         "round.eval_every": eval_every,
         "wire.lossless": False if no_lossless else None,
         "round.keep_payloads": keep_payloads,
+        "task": task,
+        "name": name,
     }
-    return with_settings(config, {k: v for k, v in options.items() if v is not None} | chosen)
+    return complete(with_settings(config, {k: v for k, v in options.items() if v is not None} | chosen))
 
 
 def cores() -> int:
@@ -230,6 +252,7 @@ def train(
     overwrite: bool = False,
     tensorboard: bool = False,
     as_json: bool = False,
+    device: str | None = None,
 ) -> None:
     """Run or resume (config None) one folder, and say what came out."""
     from fedfp8 import fl
@@ -244,9 +267,9 @@ def train(
         if tensorboard or (config is None and (folder / "tb").exists()):  # also a run that began with --tensorboard
             on_round = scalars(folder, on_round)
         if config is None:
-            history = fl.resume(folder, workers=count, on_round=on_round)
+            history = fl.resume(folder, workers=count, device=device, on_round=on_round)
         else:
-            history = fl.run(config, out=folder, workers=count, overwrite=overwrite, on_round=on_round)
+            history = fl.run(config, out=folder, workers=count, device=device, overwrite=overwrite, on_round=on_round)
         display.say(outcome(history.summary, folder))
         if not history.summary["finished"]:
             reached = history.summary["rounds"]
@@ -265,7 +288,7 @@ def about(config: Config, folder: Path, workers: int, done: int = 0) -> str:
         cohort = f"{cohort_size(config, clients.count)} of {clients.count} clients"
     rounds = f"rounds {done + 1} to {config.round.count}" if done else f"{config.round.count} rounds"
     return (
-        f"{config.preset}, method {config.method}, seed {config.seed}: {rounds} with {cohort} each, "
+        f"{config.name or config.preset}, method {config.method}, seed {config.seed}: {rounds} with {cohort} each, "
         f"{workers} workers; records in {folder}"
     )
 
@@ -277,7 +300,7 @@ def outcome(values: dict[str, Any], folder: Path) -> str:
     metric = values.get("metric") or {"name": "accuracy", "value": values.get("accuracy", 0.0)}
     result = f"{metric['name']} {Metric(metric['name']).text(metric['value'])}"
     return (
-        f"\n{values['preset']} / {values['method']}: {result} after {values['rounds']} rounds, "
+        f"\n{values.get('name', values['preset'])} / {values['method']}: {result} after {values['rounds']} rounds, "
         f"{size_text(values['bytes_down'])} down + {size_text(values['bytes_up'])} up = "
         f"{size_text(values['bytes_total'])} ({values['bits_per_weight_down']:.2f} and "
         f"{values['bits_per_weight_up']:.2f} bits per weight)\nrecords: {folder}"
@@ -306,7 +329,12 @@ def scalars(folder: Path, then: Any) -> Any:
 
 
 def compare_all(
-    plan: list[tuple[Config, str]], folder: Path, workers: int | None, overwrite: bool, as_json: bool
+    plan: list[tuple[Config, str]],
+    folder: Path,
+    workers: int | None,
+    overwrite: bool,
+    as_json: bool,
+    device: str | None = None,
 ) -> None:
     """Run all configs (each with the name of its variant), every one in its own folder, then write the report."""
     from fedfp8.paper.jobs import find_job
@@ -318,7 +346,8 @@ def compare_all(
     count, hint = cores() if workers is None else workers, f"The same command again continues where it was ({folder})."
     with resumable(hint), Display(Clock(dict.fromkeys(jobs, 1.0)), as_json=as_json) as display:
         for job in jobs:
-            if not run_job(job, workers=count, on_round=display.on_round(job), overwrite=overwrite):
+            on_round = display.on_round(job)
+            if not run_job(job, workers=count, device=device, on_round=on_round, overwrite=overwrite):
                 typer.echo(f"Stopped. {hint}", err=True)
                 raise typer.Exit(INTERRUPTED)
     for job in jobs:

@@ -189,6 +189,8 @@ class RoundConfig:
 @dataclass(frozen=True)
 class Config:
     preset: str = "digits"  # what the settings started from, see `fedfp8 presets`
+    name: str = ""  # what tables and plots call the task; empty: the preset
+    task: str = ""  # "package.module:function" that makes model, clients and test set; for preset "own"
     method: str = "uq"  # which rounding where: fp32, bq, uq, uq+, dq, qat-nearest, qat-stochastic
     seed: int = 0  # everything random in the run follows from it
     data: DataConfig = field(default_factory=DataConfig)

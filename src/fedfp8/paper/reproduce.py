@@ -78,12 +78,20 @@ def plan_table(jobs: Sequence[Job], workers: int) -> Table:
     return Table("", ["cell", "method", "seed", "status", "rounds", "a round", "time left"], body, (note,))
 
 
-def run_jobs(experiment: str, jobs: Sequence[Job], out: Path, *, workers: int, on_round: OnRound | None = None) -> bool:
+def run_jobs(
+    experiment: str,
+    jobs: Sequence[Job],
+    out: Path,
+    *,
+    workers: int,
+    on_round: OnRound | None = None,
+    device: str | None = None,
+) -> bool:
     """Run the jobs and write the table; False if Ctrl-C stopped it (what is there is written all the same)."""
     complete = True
     for job in jobs:
         if job.status != "done":
-            complete = run_job(job, workers=workers, on_round=on_round(job) if on_round else None)
+            complete = run_job(job, workers=workers, device=device, on_round=on_round(job) if on_round else None)
         if not complete:
             break
         measure_sizes(job.folder)
@@ -93,14 +101,21 @@ def run_jobs(experiment: str, jobs: Sequence[Job], out: Path, *, workers: int, o
 
 
 def run_job(
-    job: Job, *, workers: int, on_round: Callable[[dict[str, Any]], None] | None = None, overwrite: bool = False
+    job: Job,
+    *,
+    workers: int,
+    device: str | None = None,
+    on_round: Callable[[dict[str, Any]], None] | None = None,
+    overwrite: bool = False,
 ) -> bool:
     """Run or resume one job; False if Ctrl-C stopped it."""
     if overwrite or job.status == "new":
-        history = fl.run(job.config, out=job.folder, workers=workers, on_round=on_round, overwrite=overwrite)
+        history = fl.run(
+            job.config, out=job.folder, workers=workers, device=device, on_round=on_round, overwrite=overwrite
+        )
     else:
         set_length(job.folder, job.rounds)
-        history = fl.resume(job.folder, workers=workers, on_round=on_round)
+        history = fl.resume(job.folder, workers=workers, device=device, on_round=on_round)
     return bool(history.summary["finished"])
 
 
