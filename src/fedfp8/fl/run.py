@@ -22,7 +22,7 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.devices import devices_of
 from fedfp8.fl.federation import FP32, Federation, build, from_task
-from fedfp8.fl.payloads import keep_payloads, write_tensors
+from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
 from fedfp8.fl.pool import Pool, refuse_in_worker
 from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
@@ -272,7 +272,7 @@ def _finish(folder: RunFolder, federation: Federation, server: Server) -> Histor
     history = folder.history()
     summary = summarize(history, folder.config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
-    write_tensors(folder.path / "payloads", server.state.layout)
+    write_tensors(folder.path / "payloads", message_layouts(folder.config, server.state.layout))
     return History(history, summary.values, server.state, folder.path, federation.model)
 
 
