@@ -36,6 +36,7 @@ HINT = (
     f"the model came as {STYPE!r} and nobody decoded it: put fp8_mod first in the client's list, "
     "ClientApp(mods=[fp8_mod, ...])"
 )
+UNDECODED = (STYPE, "pickled (object) data")  # what Flower's or numpy's errors say of our bytes
 Models = Mapping[str, ArrayRecord]
 
 
@@ -284,7 +285,7 @@ class FP8Grid(Grid):
         """A reply with arrays in place of blobs; one that cannot be used becomes an error that says why."""
         node = entry.message.metadata.dst_node_id
         if reply.has_error():
-            if STYPE not in (reply.error.reason or ""):
+            if not any(words in (reply.error.reason or "") for words in UNDECODED):
                 return reply
             log(WARNING, "fedfp8: node %d failed: %s", node, HINT)
             reason = f"{HINT} ({short(reply.error.reason)})"
