@@ -6,29 +6,36 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-slow test-deploy lint types bench fuzz build clean
+.PHONY: help demo test test-threads test-slow test-deploy lint types bench fuzz build clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-$(VENV)/core.stamp: pyproject.toml constraints.txt
-	@echo "==> creating $(VENV) and installing fedfp8 (core; torch pinned by constraints.txt)"
+$(VENV)/demo.stamp: pyproject.toml constraints.txt
+	@echo "==> creating $(VENV) and installing fedfp8 with its command, plots and digits (torch pinned by constraints.txt)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -q --progress-bar off -c constraints.txt -e .
+	@$(PIP) install -q --progress-bar off -c constraints.txt -e '.[cli,plots,digits]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt
 	@echo "==> creating $(VENV) and installing fedfp8[dev] (data sets, Flower, test tools; a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -q --progress-bar off -c constraints.txt -e '.[dev]'
-	@touch $@ $(VENV)/core.stamp
+	@touch $@ $(VENV)/demo.stamp
 
-demo: $(VENV)/core.stamp   ## accuracy against bytes for FP32, BQ, UQ, UQ+ and DQ on real handwritten digits
+demo: $(VENV)/demo.stamp   ## accuracy against bytes for FP32, BQ, UQ, UQ+ and DQ on real handwritten digits
 	@echo "==> fedfp8 demo"
 	@$(BIN)/fedfp8 demo
 
 test: $(VENV)/dev.stamp    ## the fast test suite (under 10 minutes on two cores)
 	@echo "==> pytest (fast suite)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+ENGINES := tests/test_fl_*.py tests/test_flower.py tests/test_flower_wrapper.py
+test-threads: $(VENV)/dev.stamp ## the engine and Flower tests with one OpenMP thread and with four
+	@for threads in 1 4; do \
+	  echo "==> pytest (engines, OMP_NUM_THREADS=$$threads)"; \
+	  OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ENGINES) || exit 1; \
+	done
 
 test-slow: $(VENV)/dev.stamp ## everything, long tests included
 	@HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -m ''

@@ -32,7 +32,7 @@ from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.models import MODELS, build
 from fedfp8.nn import prepare
 
-# Batch 50 is the paper's; the budgets are those of the design.
+# Batch 50 is the paper's; the budgets are ours.
 BATCH = 50
 BUDGET = {"lenet": 1.15, "resnet18": 1.3, "matchboxnet": 1.5, "kwt1": 1.5}
 MEMORY_BUDGET = 1.3

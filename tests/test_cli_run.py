@@ -176,14 +176,14 @@ def test_tensorboard_scalars(fedfp8_command, tmp_path: Path) -> None:
 def test_the_installed_command_in_its_own_process(tmp_path: Path) -> None:
     """With a worker, and a pipe for a terminal: JSON lines only, nothing else."""
     process = command("run", "--rounds", "1", "--workers", "1", "--out", str(tmp_path / "run"), *settings_of())
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0 and err == ""
     assert [json.loads(line)["round"] for line in out.splitlines()] == [0, 1]
 
 
 def test_the_example_with_own_model_and_data() -> None:
     script = Path(__file__).parents[1] / "examples/own_model.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
     assert accuracy > 80

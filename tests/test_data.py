@@ -20,7 +20,7 @@ from fedfp8.data import Dataset, check, fetch, list_datasets, load
 from fedfp8.data import images as images_module
 from fedfp8.data.cache import cache_root, open_cached
 from fedfp8.data.spec import SPECS
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, MissingPackage
 
 
 @pytest.fixture(autouse=True)
@@ -333,5 +333,5 @@ def test_missing_extra_is_named(tiny, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     if package == "pyarrow":
         monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r'pip install "fedfp8\[data\]"'):
+    with pytest.raises(MissingPackage, match=r'pip install "fedfp8\[data\]"'):
         load("cifar10", root)

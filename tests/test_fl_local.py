@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ PLAIN = LocalConfig(weight_decay=0.0, epochs=10, batch_size=4)
 
 def test_fedprox_pulls_towards_what_was_received() -> None:
     distances = [moved(replace(PLAIN, prox=mu)) for mu in (0.0, 0.1, 1.0, 5.0)]
-    assert distances == sorted(distances, reverse=True) and distances[-1] < 0.3 * distances[0]
+    assert all(far > near for far, near in pairwise(distances))
 
 
 def test_fedprox_is_the_gradient_of_its_term() -> None:
@@ -57,13 +58,17 @@ def test_fedprox_is_the_gradient_of_its_term() -> None:
     w0, plain = trained(local)
     _, proximal = trained(replace(local, prox=mu))
     _, one_step = trained(replace(local, epochs=1))
-    assert torch.allclose(proximal, plain - lr * mu * (one_step - w0), atol=1e-6)
+    # Both sides are made of fewer than eight roundings of numbers below 1, each off by at most 2**-25
+    torch.testing.assert_close(proximal, plain - lr * mu * (one_step - w0), rtol=0, atol=8 * 2**-25)
 
 
 def test_clip_norm_bounds_every_step() -> None:
     local = replace(PLAIN, epochs=0, steps=5)
     free = moved(local)
-    assert moved(replace(local, clip_norm=0.01)) <= 5 * local.lr * 0.01 * (1 + 1e-5) < free
+    before, after = trained(replace(local, clip_norm=0.01))
+    # Five steps of at most lr * 0.01, and five roundings of each weight (below 1: 2**-25)
+    most = 5 * local.lr * 0.01 + 5 * 2**-25 * before.numel() ** 0.5
+    assert float((after - before).double().norm()) <= most < free
     assert moved(replace(local, clip_norm=1e6)) == free
 
 
@@ -77,16 +82,19 @@ def test_weight_decay_leaves_ranges_alone() -> None:
     local = LocalConfig(weight_decay=0.5, epochs=0, steps=1, batch_size=12)
     local_update(model, federation, 0, local, 0.1, torch.Generator().manual_seed(0))
     after = dict(model.named_parameters())
-    assert torch.allclose(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.5), atol=1e-6)
+    # Three roundings here and one there, of numbers below 2
+    torch.testing.assert_close(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.5), rtol=0, atol=4 * 2**-24)
     assert torch.equal(after["0.alpha"], before["0.alpha"])
 
 
 def test_optimizers_differ_and_start_afresh_in_every_round(tmp_path: Path) -> None:
     assert moved(replace(PLAIN, optimizer="adamw", lr=0.01)) != moved(replace(PLAIN, lr=0.01))
-    # AdamW's first step is the learning rate for every weight with a gradient, whatever the gradient
+    # AdamW's first step is lr * g / (|g| + 1e-8): the learning rate, whatever the gradient, or 0 (a closed ReLU).
+    # The gradients here are above 1e-6, which is 1 % less at most; a weight below 2 rounds by 2**-24.
     before, after = trained(replace(PLAIN, optimizer="adamw", lr=0.01, epochs=0, steps=1))
     steps = (after - before).abs()
-    assert float(steps.max()) <= 0.01 * 1.001 and float((steps > 0.0099).float().mean()) > 0.5
+    moving = steps[steps > 0]
+    assert len(moving) and float(moving.min()) > 0.0099 and float(moving.max()) <= 0.01 + 2**-24 + 1e-9
     config = tiny("dq", local__optimizer="adamw", local__lr=0.01, local__momentum=0.0)
     federation, server, link = start(config, tmp_path, federation_of(config))
     client = Client(config, federation, lambda _: None)
@@ -134,7 +142,8 @@ def test_cosine_decay_over_rounds() -> None:
 
 
 def test_range_learning_rate() -> None:
-    """A range rate of (almost) nothing keeps the ranges where they are; the schedule scales it along."""
+    """A range rate of (almost) nothing keeps the ranges where they are: steps below 1e-9 times a gradient of the order
+    of 1 are under half a unit in the last place of an alpha above 1/8 (2**-28)."""
 
     def alpha(range_lr: float, rate: float = 0.1) -> float:
         config = tiny("uq")
@@ -145,7 +154,7 @@ def test_range_learning_rate() -> None:
         local_update(model, federation, 0, local, rate, torch.Generator().manual_seed(3))
         return abs(model[0].alpha.item() - before)
 
-    assert alpha(0.0) == alpha(0.1) > 1e-4 and alpha(1e-7) < 1e-6
+    assert alpha(0.0) == alpha(0.1) > 0 and alpha(1e-9) == 0
 
 
 def test_epochs_and_steps() -> None:
@@ -171,7 +180,8 @@ def test_sampling() -> None:
     counts = torch.bincount(torch.tensor(cohorts).view(-1), minlength=40)[::2]
     # Each client is in a cohort with probability 0.3: 60 of 200 rounds, deviation 6.5; five of them for 20 clients
     assert float((counts - 60).abs().max()) < 5 * 6.5
-    assert sample(config, [7], 1) == [7] and len({tuple(c) for c in cohorts}) > 150
+    # 200 of 38,760 possible cohorts: 0.5 are expected to come twice; ten and more would come once in 1e10 seeds
+    assert sample(config, [7], 1) == [7] and len({tuple(c) for c in cohorts}) > 190
 
 
 # Formats
@@ -184,8 +194,11 @@ def test_mixed_formats_in_one_run(tmp_path: Path) -> None:
     after, record = run_round(server, config, federation, workers, link)
     assert record.rejected == []
     weights = sum(s.size for s in server.state.layout if s.kind == "fp8")
+    rest = sum(4 * s.size for s in server.state.layout if s.kind != "fp8")
     for sizes in ([len(p) for p in workers.down], [len(p) for p in workers.up]):
-        assert sizes[0] > 4 * weights and all(weights < size < 1.2 * weights for size in sizes[1:])
+        assert sizes[0] == 4 * weights + rest + 30  # header and checksum
+        most = 30 + 4 * len(server.state.layout)  # and modes and lengths
+        assert all(0 < size - weights - rest <= most for size in sizes[1:])
     layouts = [header(p).layout_fingerprint for p in workers.up]
     assert len(set(layouts[1:])) == 3 and layouts[3] == layouts[4] == layouts[5]
     betas = [n for n in after.state if n.endswith("beta")]
@@ -194,8 +207,11 @@ def test_mixed_formats_in_one_run(tmp_path: Path) -> None:
     reference, _ = run_round(
         fp8_server, only_fp8, fp8_federation, Inline(only_fp8, fp8_federation, tmp_path / "b"), fp8_link
     )
-    for name in betas:  # the FP32 client has seen no ranges and must not pull them to 0
-        assert float(after.state[name]) == pytest.approx(float(reference.state[name]), rel=0.2)
+    # The FP32 client has seen no ranges. Its zeros would pull them down by its share of the examples, a sixth; leaving
+    # out what it would have seen as an FP8 client must move them by less than half of that
+    share = federation.size(0) / sum(map(federation.size, range(6)))
+    for name in betas:
+        assert float(after.state[name]) == pytest.approx(float(reference.state[name]), rel=share / 2)
 
 
 def test_fp32_clients_train_in_float(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def signed_dice(seed: int, n: int) -> torch.Tensor:
     return torch.tensor([x - 2**32 if x >= 2**31 else x for x in h], dtype=torch.float64)
 
 
-def step_of(x, alpha):  # equation 4, with the bias of equation 3
+def step_of(x, alpha):  # equation 4, with the bias b given below it
     bias = 16 - torch.log2(alpha) + torch.log2(torch.tensor(2 - 2.0**-3, dtype=torch.float64)) - 1
     return 2.0 ** (torch.clamp(torch.floor(torch.log2(x.abs()) + bias).detach(), min=1) - bias - 3)
 
@@ -71,7 +71,7 @@ def with_ends(q, x, alpha):  # beyond the range, and at its ends, exactly -alpha
     return torch.where(x.abs() >= alpha, alpha * x.sign(), q)
 
 
-def q_rand(x, alpha, seed):  # equation on page 4: up with probability x/s - floor(x/s)
+def q_rand(x, alpha, seed):  # equation 5: up with probability x/s - floor(x/s)
     s = step_of(x.clamp(-alpha, alpha), alpha)
     u = 0.5 + signed_dice(seed, x.numel()).view(x.shape) / 2**32
     return with_ends(s * torch.floor(x / s + u), x, alpha)

@@ -14,8 +14,8 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import eager, hash_uniform, squared_error
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
+from tools import FORMATS
 
-FORMATS = [Format(e, m) for e in range(2, 6) for m in range(8) if 4 <= 1 + e + m <= 8]
 roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
@@ -142,18 +142,11 @@ def test_alpha_as_float_or_tensor() -> None:
     assert not quantize(x, learned).requires_grad
 
 
-@pytest.fixture
-def threads() -> object:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def test_results_do_not_depend_on_threads(threads) -> None:
+def test_results_do_not_depend_on_threads() -> None:
     x, target = normal((1 << 20) + 4099), normal((1 << 20) + 4099, seed=1)
     results = []
     for count in (1, 2, 3, 5):
-        threads(count)
+        torch.set_num_threads(count)
         all_results = all_functions(x)
         all_results["dice"] = hash_uniform(3, x.numel())
         for rounding in ("nearest", "stochastic", "expected"):
@@ -179,7 +172,7 @@ if pid == 0:
     os._exit(0 if torch.equal(fedfp8.quantize(x, 1.0), expected) else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.strip() == "0"
 
 

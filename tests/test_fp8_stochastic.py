@@ -11,8 +11,8 @@ from fedfp8 import E4M3, E5M2, Format, from_codes, quantize, to_codes
 from fedfp8.fp8 import eager, hash_uniform, reference
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
+from tools import FORMATS
 
-FORMATS = [Format(e, m) for e in range(2, 6) for m in range(8) if 4 <= 1 + e + m <= 8]
 RISK = 1e-9  # probability that a statistical test fails by chance, had its seed not been fixed
 
 

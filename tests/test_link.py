@@ -112,9 +112,10 @@ def test_the_mean_of_a_full_cohort_is_within_half_a_stratum(clients: int) -> Non
 
 
 def test_uneven_cohorts_are_still_far_better_than_independent_bits() -> None:
-    """18 clients on 16 places with weights 1 to 3. Independent bits would give the mean a variance of step^2/12 * sum w^2
-    with weights that sum to 1; with places it is step^2/12 * (1/M^2 + (1 + 1/M) * sum (W - 1/M)^2), W the weights summed
-    by place (docs/method.md): at most 0.56 of that for any dealing, 0.75 in standard deviation; 2 % for 19,200 draws."""
+    """18 clients on 16 places with weights 1 to 3. With weights that sum to 1, independent bits would give the mean a
+    variance of step^2/12 * sum w^2; with places it is step^2/12 * (1/M^2 + (1 + 1/M) * sum (W - 1/M)^2), W the weights
+    summed by place (docs/method.md): at most 0.56 of that for any dealing, 0.75 in standard deviation; and 2 % for a
+    sample of 19,200."""
     weights = [1.0 + k % 3 for k in range(18)]
     _, rms, step = mean_error(18, seed=3, weights=weights)
     independent = step / math.sqrt(12) * math.sqrt(sum(w * w for w in weights)) / sum(weights)
@@ -134,8 +135,8 @@ def test_places_are_dealt_evenly_and_anew_in_every_round() -> None:
 
 @pytest.mark.parametrize("wire", ["dq", "fp8"])
 def test_every_client_is_served_without_bias_whatever_the_others_do(wire: str) -> None:
-    """Mean over 400 draws of one client's error in a cohort of three, two of which drop out: with n elements and errors of
-    variance at most step^2/4 each, the mean of all lies within 5 sigma = 5 * step / (2 sqrt(400 n)) of 0."""
+    """Mean over 400 draws of one client's error in a cohort of three, two of which drop out: with n elements and errors
+    of variance at most step^2/4 each, the mean of all lies within 5 sigma = 5 * step / (2 sqrt(400 n)) of 0."""
     state = {"w": torch.randn(40, 40, generator=torch.Generator().manual_seed(0))}
     total, step = torch.zeros(40, 40, dtype=torch.float64), 0.0
     for seed in range(400):
@@ -200,7 +201,7 @@ def test_references_save_bytes_and_change_no_value(wire: str) -> None:
     for cache in (True, False):
         server, clients, state = ServerLink(wire, seed=1, cache=cache), {n: ClientLink() for n in COHORT}, model()
         for round in range(3):
-            received, updates = one_round(server, clients, state, round)
+            _, updates = one_round(server, clients, state, round)
             state = average(updates.values())
         results.append((state, sum(server.traffic[-1]["down"].values())))
     assert all(torch.equal(results[0][0][n], results[1][0][n]) for n in model())
@@ -367,7 +368,7 @@ def test_bad_replies_name_the_client_and_change_nothing(reply: Any, message: str
 def test_replies_of_another_client_round_or_model() -> None:
     server, client, state = opened()
     reply = client.reply(state)
-    with pytest.raises(WireFormatError, match="client 'b'.*another round, client or run"):
+    with pytest.raises(WireFormatError, match=r"client 'b'.*another round, client or run"):
         server.receive("b", reply)
     with pytest.raises(WireFormatError, match="client 'z'"):
         server.receive("z", reply)

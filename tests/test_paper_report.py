@@ -26,7 +26,7 @@ main()
 
 def fedfp8(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_report_needs_no_torch_and_no_network(tmp_path: Path) -> None:

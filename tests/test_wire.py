@@ -16,6 +16,7 @@ import fedfp8
 from fedfp8 import E4M3, E5M2, Format, dither, quantize, to_codes, undither, wire
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import hash_uniform
+from fedfp8.fp8.parallel import SMALLEST_PIECE
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
@@ -23,9 +24,8 @@ from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of
 from fedfp8.wire import codec, steps
+from tools import FORMATS
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
-
-FORMATS = [Format(e, m) for e in range(2, 6) for m in range(6) if 4 <= 1 + e + m <= 8]
 
 
 def quantized(state: State, rounding: str, seed: int = 5, step: float = 0.1) -> QuantState:
@@ -156,18 +156,19 @@ def test_known_dice_cost_fewer_bits() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dithered"])
 def test_same_bytes_for_any_number_of_threads_and_in_another_process(rounding: str) -> None:
-    layout = small_model(rows=700, columns=300)
-    q = quantized(small_state(layout, 1, 0.05), rounding)
-    reference = small_state(layout)
+    """Quantized and encoded with 1, 2 and 4 threads: large enough that the kernels split it into four."""
+    rows, columns = 700, 800
+    layout = small_model(rows=rows, columns=columns)
+    assert rows * columns >= 4 * SMALLEST_PIECE
+    new, reference = small_state(layout, 1, 0.05), small_state(layout)
     digests = set()
-    for threads in (1, 2):
+    for threads in (1, 2, 4):
         torch.set_num_threads(threads)
-        digests.add(hashlib.sha256(wire.encode(q, reference=reference)).hexdigest())
-    torch.set_num_threads(1)
+        digests.add(hashlib.sha256(wire.encode(quantized(new, rounding), reference=reference)).hexdigest())
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from wire_cases import *\n"
         "from fedfp8 import wire; from fedfp8.model.state import quantize_state\n"
-        "layout = small_model(rows=700, columns=300)\n"
+        f"layout = small_model(rows={rows}, columns={columns})\n"
         "q = quantize_state(small_state(layout, 1, 0.05), seed=5, rounding=sys.argv[2], step=eval(sys.argv[3]))\n"
         "print(hashlib.sha256(wire.encode(q, reference=small_state(layout))).hexdigest())"
     )

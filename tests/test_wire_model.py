@@ -14,9 +14,8 @@ from fedfp8 import E4M3, Format
 from fedfp8.fp8 import hash_uniform
 from fedfp8.model.state import quantize_state
 from fedfp8.wire import codec, model, rans, steps, stream
+from tools import FORMATS
 from wire_cases import bell
-
-FORMATS = [None] + [Format(e, m) for e in range(2, 6) for m in range(6) if 4 <= 1 + e + m <= 8]
 
 
 def bench_wire() -> ModuleType:
@@ -31,9 +30,10 @@ def bench_wire() -> ModuleType:
 BENCH = bench_wire()
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name if f else "uniform")
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=lambda f: f.name if f else "uniform")
 def test_priors_are_distributions(format: Format | None) -> None:
-    """Rows sum to 2**16 up to the token floors and what lies beyond the last step; intervals do not overlap."""
+    """Rows sum to 2**16, up to one for each token (a floor of 1, rounding) and what lies beyond the last step, which
+    for sigma below 8 cells is 256 / 8 = 32 sigma away: nothing. Intervals do not overlap."""
     grid = model.grid_of(format)
     order = [*range(model.TOKENS - 2, 0, -2), 0, *range(1, model.TOKENS - 1, 2)]  # from the lowest step to the highest
     lo, hi = grid.lo[:, order], grid.hi[:, order]
@@ -43,26 +43,33 @@ def test_priors_are_distributions(format: Format | None) -> None:
             prior, row = model.prior_of(format, shape, scale)
             sigma = float(model.sigma_of(grid, scale).max())
             total = prior.sum(axis=1)
-            assert (total <= 65536 + 2 * model.TOKENS).all()
-            if sigma < 8:
-                assert (total[(prior > 0).all(axis=1)] > 65536 * 0.97).all()  # narrow rows leave some to the escape
+            assert (total <= 65536 + model.TOKENS).all()
+            if sigma < 8:  # of narrow rows, which lack tokens, some is left to the escape
+                assert (total[(prior > 0).all(axis=1)] >= 65536).all()
             assert int(row.max()) == len(prior) - 1
 
 
 def test_shapes_are_what_they_are_called() -> None:
-    """Areas against closed forms: the integral of mass(z) is E[max(|Z|...)], checked by differences."""
+    """Differences of the integral against closed forms of mass(z), h = 1 / PER_UNIT apart.
+
+    Gauss: a midpoint sum, a trapezoid and 1 - d + d*d/2 for exp(-d), each of second order with a constant far below 1.
+    Laplace: (1 - rate * h) ** i for exp(-rate * z) is off by u * exp(-u) * rate * h / 2 to first order, u = rate * z:
+    at most rate * h / 2e, half of it in one half of the distribution, and second-order terms below (rate * h)**2."""
     z = np.arange(model.LENGTH + 1) / model.PER_UNIT
     mass = np.diff(model.SHAPES[0]) * model.PER_UNIT
     exact = np.array([0.5 * math.erf((x + 0.5 / model.PER_UNIT) / math.sqrt(2)) for x in z[:-1]])
-    assert np.abs(mass - exact).max() < 1e-3
+    assert np.abs(mass - exact).max() < model.PER_UNIT**-2
     rate = math.sqrt(2)
     laplace = 0.5 * (1 - np.exp(-rate * (z[:-1] + 0.5 / model.PER_UNIT)))
-    assert np.abs(np.diff(model.SHAPES[1]) * model.PER_UNIT - laplace).max() < 1e-3
+    step = rate / model.PER_UNIT
+    assert np.abs(np.diff(model.SHAPES[1]) * model.PER_UNIT - laplace).max() < step / (4 * math.e) + step**2
 
 
 def test_log2_table() -> None:
+    """Never too low; too high by less than cutting f to 9 bits and the logarithm to 8 can make it."""
     f = np.arange(1, 1 << 16)
-    assert np.abs(model.LOG2[f] / 256 - (16 - np.log2(f))).max() < 0.01
+    error = model.LOG2[f] / 256 - (16 - np.log2(f))
+    assert error.min() >= -1e-12 and error.max() < math.log2(1 + 2**-8) + 2**-8  # float64's own rounding
 
 
 def test_tables_are_exact_partitions_of_two_to_the_sixteen() -> None:
@@ -86,7 +93,10 @@ def test_tables_are_exact_partitions_of_two_to_the_sixteen() -> None:
 
 @pytest.mark.parametrize("n", [1, 5, 4000, 100_003])
 def test_rans_is_as_short_as_constriction(n: int) -> None:
-    """Same symbols, same probabilities: within the states' 8 bytes a lane and two words of an exact ANS coder."""
+    """Same symbols, same probabilities: within the states' 8 bytes a lane and two words of an exact ANS coder.
+
+    A byte is for what frequencies lose at 100,003 symbols: ours at most 1.44 * 2**-15 bits a symbol (states of 31 bits
+    and more, frequencies of 16), 4.4 bits; constriction's 24-bit probabilities 1.44 * 64 * 2**-24, 0.6 bits."""
     rng = np.random.default_rng(n)
     symbols = np.minimum(np.abs(rng.normal(0, 9, n)).astype(np.int64), 63).astype(np.uint8)
     tables = stream.Tables(
@@ -101,7 +111,7 @@ def test_rans_is_as_short_as_constriction(n: int) -> None:
     frequency = (tables.entries & 0xFFFF).astype(np.float64)
     family = constriction.stream.model.Categorical(frequency / 65536, perfect=False)
     coder.encode_reverse(symbols.astype(np.int32), family)
-    assert abs(4 * ours + 8 * len(states) - 4 * len(coder.get_compressed())) <= 8 * len(states) + 8 + 0.0005 * ours * 4
+    assert abs(4 * ours + 8 * len(states) - 4 * len(coder.get_compressed())) <= 8 * len(states) + 8 + 1
 
 
 def test_contexts_by_hand() -> None:
@@ -127,7 +137,8 @@ PAIRS = {name: (q, reference) for name, q, reference in BENCH.synthetic(1 << 18)
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_rate_is_near_the_conditional_entropy(name: str) -> None:
-    """Within 3 % + 200 bytes, at 2**18 weights, of the empirical entropy with its own bias taken out (Miller-Madow)."""
+    """The budget of docs/wire-format.md, a promise and not a derivation: within 3 % + 200 bytes, at 2**18 weights, of
+    the empirical entropy with its own bias taken out (Miller-Madow)."""
     (row,) = BENCH.rates(*PAIRS[name])
     assert row["mode"] == "reference"
     assert row["bits"] <= 1.03 * row["corrected"] + 1600 / row["elements"]
@@ -141,19 +152,22 @@ def test_dithered_rate_is_near_the_plain_entropy_even_for_small_tensors(name: st
 
 
 def test_a_twenty_thousand_weight_tensor_still_gains() -> None:
-    """Reference mode below 1.5 bits where static needs 6."""
+    """The reference saves three quarters of what the codes alone cost (updates of 2 % move few codes)."""
     q, reference = next((q, r) for n, q, r in BENCH.synthetic(20_000) if n.startswith("fp8, move 0.02"))
     (row,) = BENCH.rates(q, reference)
     alone = codec.encode(next(codec.plans(q)), q.codes["w"].numpy(), True)
-    assert row["bits"] < 1.5 and 8 * len(alone[1]) / 20_000 > 6
+    assert 4 * row["bits"] * 20_000 < 8 * len(alone[1])
 
 
 def test_static_rate_is_at_the_entropy() -> None:
+    """Above it: four states of 64 bits, one frequency of 2**16 kept for each of 256 symbols, and learning k frequencies
+    from n symbols, (k - 1) / 2 * log2(n) bits as for any adaptive code."""
     codes = quantize_state(BENCH.one(bell(1 << 18), 2.0), seed=1).codes["w"].numpy()
-    counts = np.bincount(codes, minlength=256)
-    bound = -sum(c * math.log2(c / codes.size) for c in counts if c)
+    counts, n = np.bincount(codes, minlength=256), codes.size
+    entropy = -sum(c * math.log2(c / n) for c in counts if c)
+    learning = (np.count_nonzero(counts) - 1) / 2 * math.log2(n)
     data = stream.encode_bytes(codes, E4M3.bits)
-    assert 8 * len(data) < 1.01 * bound + 8 * 200
+    assert 8 * len(data) < entropy + 4 * 64 + n * math.log2(65536 / (65536 - 256)) + learning
 
 
 def test_extra_memory_is_bounded() -> None:

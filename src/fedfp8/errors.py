@@ -1,5 +1,8 @@
 """Every error fedfp8 raises on purpose. Each message says what was given, what is allowed and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Fedfp8Error(Exception):
     """Base of all errors raised by fedfp8."""
@@ -27,3 +30,18 @@ class RunError(Fedfp8Error, RuntimeError):
 
 class LostReference(Fedfp8Error, RuntimeError):
     """A message is coded given a model that the receiver does not have (any more): it must be sent the whole model."""
+
+
+class MissingPackage(Fedfp8Error, ImportError):
+    """An optional package that is not installed; names the extra that brings it."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """``with extra("plots"): import matplotlib``: an import that fails says which extra of fedfp8 to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f'{error.name} is not installed; it comes with: pip install "fedfp8[{name}]"', name=error.name
+        ) from error

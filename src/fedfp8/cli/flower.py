@@ -52,7 +52,7 @@ def run(
     """
     config = configure(config_file, preset, method, rounds, seed, data_dir, settings, eval_every, no_lossless)
     folder = out or Path("runs") / f"{config.preset}-{config.method}-seed{config.seed}-{engine}"
-    flower = _flower("launch")
+    flower = _flower("method.launch")
     with Display() as display:
         display.begin(f"{config.method} ({engine})", config.round.count)
         flower.run(
@@ -75,7 +75,7 @@ def write(
 ) -> None:
     """Write a Flower app for a federation that is already running: then `flwr run DIR SUPERLINK --stream`."""
     config = configure(config_file, preset, method, rounds, seed, None, settings, None, False)
-    typer.echo(_flower("launch").write_app(folder, config, out, nodes=nodes, timeout=timeout))
+    typer.echo(_flower("method.launch").write_app(folder, config, out, nodes=nodes, timeout=timeout))
 
 
 def certs(

@@ -23,7 +23,7 @@ from fedfp8.data.images import read_images
 from fedfp8.data.source import find_source
 from fedfp8.data.spec import SPECS, Spec
 from fedfp8.data.speech import read_speech
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, extra
 
 __all__ = ["Dataset", "load", "spec_of"]
 
@@ -121,7 +121,8 @@ def _as_dataset(name: str, arrays: Arrays, meta: Meta) -> Dataset:
 
 def read_digits() -> tuple[Arrays, Meta]:
     """scikit-learn's 1,797 digits; every fifth in order of class (so evenly by class) is a test example."""
-    from sklearn.datasets import load_digits
+    with extra("digits"):
+        from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     order = np.argsort(labels, kind="stable")

@@ -7,11 +7,11 @@
     kwt          30 ms    10 ms   80, 20-7600 Hz    40             98 (only whole windows)
     matchboxnet  25 ms    10 ms   64, 0-8000 Hz     64             101 (centred windows), padded to 128
 
-Sources: ARM-software/keyword-transformer (train.sh) and NVIDIA/NeMo (matchboxnet_3x1x64_v2.yaml); both use
-the HTK mel scale and a 512-point FFT. What differs from them: coefficients are standardised (mean 0,
-deviation 1 over the training set, per coefficient). MFCC 0 is in the hundreds and the last ones below one; an
-FP8 input with one range for all needs them on one scale. Constant factors and offsets per band (filter norms,
-the reference level) drop out of standardised coefficients.
+Sources: ARM-software/keyword-transformer (train.sh) and NVIDIA/NeMo (matchboxnet_3x1x64_v2.yaml); both use the HTK mel
+scale and a 512-point FFT. What differs from them: coefficients are standardised (mean 0, deviation 1 over the training
+set, per coefficient). MFCC 0 is in the hundreds and the last ones below one; an FP8 input with one range for all needs
+them on one scale. Constant factors and offsets per band (filter norms, the reference level) drop out of standardised
+coefficients.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfp8.data.source import missing_extra
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, extra
 
 __all__ = ["FEATURES", "MFCC", "RATE", "features_named", "mfcc"]
 
@@ -47,8 +46,7 @@ class MFCC:
             raise DataError(f"{self.n_mfcc} coefficients of {self.n_mels} mel bands; allowed are 1..{self.n_mels}")
         if not 0 < self.hop_ms <= self.window_ms or self.window > self.n_fft:
             raise DataError(
-                f"window {self.window_ms} ms, hop {self.hop_ms} ms, FFT of {self.n_fft} samples; the hop "
-                f"must be "
+                f"window {self.window_ms} ms, hop {self.hop_ms} ms, FFT of {self.n_fft} samples; the hop must be "
                 f"above 0 and at most the window, the window at most {1000 * self.n_fft / RATE:g} ms"
             )
 
@@ -78,10 +76,8 @@ def features_named(features: str | MFCC) -> MFCC:
 
 def mfcc(waves: NDArray[np.float32], settings: MFCC) -> NDArray[np.float32]:
     """Raw coefficients [n, n_mfcc, frames] of a batch of clips [n, samples], each on its own."""
-    try:
+    with extra("data"):
         import librosa
-    except ImportError as error:
-        raise missing_extra("MFCC features", error) from error
     if not settings.centred:
         # librosa centres a short window in the FFT frame: these zeros make whole windows start at 0, hop, ...
         waves = np.pad(waves, ((0, 0), ((settings.n_fft - settings.window) // 2,) * 2))
@@ -98,8 +94,7 @@ def mfcc(waves: NDArray[np.float32], settings: MFCC) -> NDArray[np.float32]:
         fmax=settings.fmax,
         htk=True,
     )
-    # Not librosa's top_db: on a batch it takes the peak of all clips, so a clip would depend on its
-    # neighbours.
+    # Not librosa's top_db: on a batch it takes the peak of all clips, so a clip would depend on its neighbours.
     decibels = librosa.power_to_db(power, top_db=None)
     decibels = np.maximum(decibels, decibels.max(axis=(1, 2), keepdims=True) - TOP_DB)
     return librosa.feature.mfcc(S=decibels, n_mfcc=settings.n_mfcc).astype(np.float32)

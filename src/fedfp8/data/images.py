@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfp8.data.cache import Arrays, Meta
-from fedfp8.data.source import Source, missing_extra
+from fedfp8.data.source import Source
 from fedfp8.data.spec import Spec
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, extra
 
 __all__ = ["check_files", "class_names", "read_images", "read_table"]
 
@@ -32,11 +32,9 @@ def read_images(spec: Spec, source: Source) -> tuple[Arrays, Meta]:
 
 def read_table(files: tuple[Path, ...], columns: list[str]) -> Any:
     """The columns of all files as one pyarrow table."""
-    try:
+    with extra("data"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise missing_extra("reading parquet files", error) from error
     try:
         return pa.concat_tables([pq.read_table(file, columns=columns) for file in files])
     except (pa.ArrowException, OSError) as error:
@@ -88,10 +86,8 @@ def _read_split(
 
 
 def _decode(encoded: bytes, spec: Spec, row: int, files: tuple[Path, ...]) -> NDArray[np.uint8]:
-    try:
+    with extra("data"):
         from PIL import Image
-    except ImportError as error:
-        raise missing_extra("decoding images", error) from error
     try:
         pixels = np.asarray(Image.open(io.BytesIO(encoded)))  # [H, W] or [H, W, C]
     except (OSError, TypeError) as error:
@@ -99,8 +95,7 @@ def _decode(encoded: bytes, spec: Spec, row: int, files: tuple[Path, ...]) -> ND
     channels_first = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     if channels_first.shape != spec.shape or channels_first.dtype != np.uint8:
         raise DataError(
-            f"row {row} of {files[0].parent}: image of shape {channels_first.shape} "
-            f"({channels_first.dtype}), "
+            f"row {row} of {files[0].parent}: image of shape {channels_first.shape} ({channels_first.dtype}), "
             f"{spec.name} has {spec.shape} (uint8)"
         )
     return channels_first
@@ -113,8 +108,7 @@ def _check_counts(
     if spec.counts and found not in spec.counts:
         allowed = " or ".join(f"{a:,} + {b:,}" for a, b in spec.counts)
         raise DataError(
-            f"{spec.name} in {source.folder} has {found[0]:,} training and {found[1]:,} test examples, "
-            f"expected "
+            f"{spec.name} in {source.folder} has {found[0]:,} training and {found[1]:,} test examples, expected "
             f"{allowed}; a file is missing or cut short (found {', '.join(f.name for f in source.files)})"
         )
     for split, labels in (("train", train_y), ("test", test_y)):
@@ -122,8 +116,7 @@ def _check_counts(
         if not np.array_equal(present, np.arange(classes)):
             raise DataError(
                 f"{spec.name} in {source.folder}: {split} has {len(present)} different labels from "
-                f"{present.min()} to "
-                f"{present.max()}, expected all of 0..{classes - 1}"
+                f"{present.min()} to {present.max()}, expected all of 0..{classes - 1}"
             )
 
 
@@ -143,7 +136,7 @@ def _check_contents(
         if got != expected:
             raise DataError(
                 f"{spec.name} in {source.folder}: block {i} of {len(found)} (training blocks, then test) has "
-                f"{spec.digest} "
-                f"{got}, the original has {expected}; the files are damaged, reordered or lossily re-encoded"
+                f"{spec.digest} {got}, the original has {expected}; the files are damaged, reordered or lossily "
+                "re-encoded"
             )
     return f"{spec.digest} of the original contents"

@@ -9,9 +9,9 @@ import numpy as np
 
 from fedfp8.data.datasets import load, spec_of
 from fedfp8.data.features import MFCC
-from fedfp8.data.source import Source, data_root, find_source, missing_extra
+from fedfp8.data.source import Source, data_root, find_source
 from fedfp8.data.spec import SPECS, Spec
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, extra
 
 __all__ = ["Check", "Listing", "check", "fetch", "list_datasets"]
 
@@ -102,10 +102,8 @@ def fetch(name: str, data_dir: DataDir = None) -> Path:
     if spec.kind == "digits":
         raise DataError("digits need not be fetched: they come with scikit-learn")
     target = root / spec.folders[0]
-    try:
-        from huggingface_hub import snapshot_download  # a dependency of `datasets`
-    except ImportError as error:
-        raise missing_extra("fetching data sets", error) from error
+    with extra("data"):
+        from huggingface_hub import snapshot_download
     try:
         snapshot_download(
             spec.hub,
@@ -116,10 +114,8 @@ def fetch(name: str, data_dir: DataDir = None) -> Path:
         )
     except Exception as error:  # the hub client has no common base class for "no network" and "not there"
         raise DataError(
-            f"could not fetch {spec.hub} from the Hugging Face hub ({type(error).__name__}: {error}). "
-            f"Without a "
-            f"network, copy the parquet files to {target}/ by hand, or say where they are with --data-dir "
-            f"DIR "
+            f"could not fetch {spec.hub} from the Hugging Face hub ({type(error).__name__}: {error}). Without a "
+            f"network, copy the parquet files to {target}/ by hand, or say where they are with --data-dir DIR "
             "(or FEDFP8_DATA=DIR)"
         ) from error
     return find_source(spec, root).folder

@@ -7,9 +7,9 @@
                       (Yurochkin et al. 2019; flwr-datasets: Dirichlet)
     group             all examples of a group (a speaker) belong to one client
 
-Every example is given to exactly one client. An index array is sorted, int64 and may be empty only if
-``min_size=0`` allows it. The same arguments give the same partition on every machine with the same numpy. A
-request that cannot be met is a :class:`DataError` with the numbers that make it impossible.
+Every example is given to exactly one client. An index array is sorted, int64 and may be empty only if ``min_size=0``
+allows it. The same arguments give the same partition on every machine with the same numpy. A request that cannot be met
+is a :class:`DataError` with the numbers that make it impossible.
 
 Why not flwr-datasets' partitioners: see docs/data.md.
 """
@@ -53,8 +53,7 @@ def partition(
         min_size: fewest examples a client may have.
 
     Raises:
-        DataError: unknown kind, more clients than examples or groups, a class without examples, `min_size`
-        not reached.
+        DataError: unknown kind, more clients than examples or groups, a class without examples, `min_size` not reached.
     """
     if kind not in KINDS:
         raise DataError(f"unknown partition {kind!r}; known are {', '.join(KINDS)}")
@@ -88,8 +87,7 @@ def _check_labels(y: NDArray[np.generic], num_classes: int | None) -> int:
     if len(missing):
         some = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise DataError(
-            f"{len(missing)} of {classes} classes have no training example (class {some}; {len(y):,} "
-            f"examples in "
+            f"{len(missing)} of {classes} classes have no training example (class {some}; {len(y):,} examples in "
             "all); use the complete data set or relabel the classes that are there"
         )
     return classes
@@ -111,9 +109,8 @@ def _dirichlet(
 ) -> list[Indices]:
     """Clients take turns in random order; each draws a class from its own mix and takes one example of it.
 
-    A class that has run out is drawn no more: every mix is renormalised over what is left, which is what
-    FedDyn's "redraw until there is one" amounts to. A client whose whole mix has run out takes the classes
-    left as they are.
+    A class that has run out is drawn no more: every mix is renormalised over what is left, which is what FedDyn's
+    "redraw until there is one" amounts to. A client whose whole mix has run out takes the classes left as they are.
     """
     pools = [rng.permutation(np.flatnonzero(y == c)).tolist() for c in range(classes)]
     mix = rng.dirichlet(np.full(classes, concentration), clients)  # [clients, classes]
@@ -165,8 +162,7 @@ def _dirichlet_class(
         best = max(best, smallest)
     raise DataError(
         f"no dirichlet-class split of {len(y):,} examples over {clients:,} clients with concentration "
-        f"{concentration} gave every client {min_size} examples in {ATTEMPTS} draws (best: {best}); ask for "
-        f"fewer "
+        f"{concentration} gave every client {min_size} examples in {ATTEMPTS} draws (best: {best}); ask for fewer "
         "clients, a larger concentration or a smaller min_size (0 allows empty clients)"
     )
 
@@ -189,8 +185,7 @@ def _by_group(
     if not 1 <= clients <= len(found):
         raise DataError(
             f"{clients:,} clients asked for, but the training examples come from {len(found):,} groups "
-            f"(speakers); "
-            f"use 1 to {len(found):,} clients"
+            f"(speakers); use 1 to {len(found):,} clients"
         )
     dealt = np.arange(len(found)) if clients == len(found) else rng.permutation(len(found))
     owner = np.empty(len(found), dtype=np.int64)
@@ -200,8 +195,7 @@ def _by_group(
     sizes = np.bincount(of_example, minlength=clients)
     if sizes.min() < min_size:
         raise DataError(
-            f"{int((sizes < min_size).sum())} of {clients:,} clients would have fewer than {min_size} "
-            f"examples "
+            f"{int((sizes < min_size).sum())} of {clients:,} clients would have fewer than {min_size} examples "
             f"(smallest: {sizes.min()}); ask for fewer clients or a smaller min_size"
         )
     return np.split(order.astype(np.int64), np.cumsum(sizes)[:-1])

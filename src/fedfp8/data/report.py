@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedfp8.data.partition import Indices
+from fedfp8.errors import extra
 
 __all__ = ["ClientRow", "PartitionReport", "draw_partition", "partition_report"]
 
@@ -72,7 +73,8 @@ def _skew(counts: NDArray[np.int64]) -> float:
 
 def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title: str = "") -> None:
     """Picture of a report (PNG, PDF, SVG by suffix): sizes above, share of each class below."""
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display needed
+    with extra("plots"):
+        from matplotlib.figure import Figure  # no pyplot: no global state, no display needed
 
     counts = np.array([row.counts for row in report.rows])
     sizes = counts.sum(axis=1)

@@ -15,7 +15,7 @@ from fedfp8.data.cache import cache_root
 from fedfp8.data.spec import Spec
 from fedfp8.errors import DataError
 
-__all__ = ["Source", "data_root", "find_source", "missing_extra"]
+__all__ = ["Source", "data_root", "find_source"]
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,3 @@ def _advice(spec: Spec, root: Path, tried: list[str]) -> str:
         f"{spec.folders[0]}/train-*.parquet\n"
         f"  3. by hand, on a machine with a network: {by_hand} {root / spec.folders[0]}/"
     )
-
-
-def missing_extra(what: str, error: ImportError) -> DataError:
-    """The error for an optional package that is not installed."""
-    return DataError(f'{what} needs {error.name or error}; install it with: pip install "fedfp8[data]"')

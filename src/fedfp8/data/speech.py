@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from fedfp8.data.cache import Arrays, Meta
 from fedfp8.data.features import MFCC, RATE, fit_frames, mfcc
 from fedfp8.data.images import check_files, class_names, read_table
-from fedfp8.data.source import Source, missing_extra
+from fedfp8.data.source import Source
 from fedfp8.data.spec import Spec
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, extra
 
 __all__ = ["read_speech"]
 
@@ -128,10 +128,8 @@ def _features(spec: Spec, clips: Clips, settings: MFCC) -> NDArray[np.float16]:
 
 
 def _wave(encoded: bytes | None, clips: Clips, index: int) -> NDArray[np.float32]:
-    try:
+    with extra("data"):
         import soundfile
-    except ImportError as error:
-        raise missing_extra("decoding sound", error) from error
     where = f"clip {clips.places[index]} ({clips.words[index]!r} by {clips.speakers[index]})"
     if encoded is None:
         raise DataError(f"{where}: the file holds a path but no sound; fetch the parquet files with embedded audio")

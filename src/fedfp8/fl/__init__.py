@@ -1,6 +1,6 @@
 """The federated method and the embedded engine. Start reading at `simulate.run_round`."""
 
-from fedfp8.fl.config import METHODS, Config, from_dict, to_dict, with_method, with_settings
+from fedfp8.fl.config import METHODS, Config, from_dict, to_dict, to_toml, with_method, with_settings
 from fedfp8.fl.presets import PRESETS, preset
 from fedfp8.fl.run import History, resume, run
 
@@ -14,6 +14,7 @@ __all__ = [
     "resume",
     "run",
     "to_dict",
+    "to_toml",
     "with_method",
     "with_settings",
 ]

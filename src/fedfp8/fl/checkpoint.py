@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fedfp8.errors import RunError
-from fedfp8.fl.config import Config, from_dict, to_dict
+from fedfp8.fl.config import Config, from_dict, to_toml
 from fedfp8.fl.presets import from_file
 from fedfp8.fl.simulate import Server
 from fedfp8.link import ServerLink
@@ -62,7 +60,7 @@ class RunFolder:
         # The checkpoint first: it must never point into a history that is gone.
         for stale in ("checkpoint/state.json", "history.jsonl", "summary.json"):
             (path / stale).unlink(missing_ok=True)
-        write_atomic(path / "config.toml", tomli_w.dumps(to_dict(config)).encode())
+        write_atomic(path / "config.toml", to_toml(config).encode())
         return folder
 
     @classmethod

@@ -5,7 +5,8 @@ and single settings ``section.field = value``, in that order. The same names ser
 (``--set dq.kappa_up=4``) and in Python.
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from fedfp8.errors import ConfigError
@@ -13,7 +14,7 @@ from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
 from fedfp8.model.rounding import ROUNDINGS
 
-__all__ = ["METHODS", "Config", "from_dict", "to_dict", "with_method", "with_settings"]
+__all__ = ["METHODS", "Config", "from_dict", "to_dict", "to_toml", "with_method", "with_settings"]
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,21 @@ class QatConfig:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """One direction of communication."""
+    """One direction of communication; checked by `Config`, which knows which one it is."""
 
     rounding: str = "stochastic"  # none (float32) | nearest | stochastic | dithered
     format: str = ""  # of the FP8 codes; empty: qat.format
 
-    def __post_init__(self) -> None:
-        choice("link rounding", self.rounding, *ROUNDINGS)
-        if self.format:
-            _check_format("link format", self.format)
+    def check(self, name: str) -> None:
+        choice(f"{name}.rounding", self.rounding, *ROUNDINGS)
+        if not self.format:
+            return
+        _check_format(f"{name}.format", self.format)
+        if not ROUNDINGS[self.rounding].has_ranges:
+            raise ConfigError(
+                f"{name}.format={self.format!r} and {name}.rounding={self.rounding!r} contradict each other: only "
+                "'nearest' and 'stochastic' send FP8 codes"
+            )
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,8 @@ class Config:
     round: RoundConfig = field(default_factory=RoundConfig)
 
     def __post_init__(self) -> None:
+        self.up.check("up")
+        self.down.check("down")
         coded = any(ROUNDINGS[link.rounding].has_ranges for link in (self.up, self.down))
         if self.server.optimize and not ROUNDINGS[self.down.rounding].has_ranges:
             raise ConfigError(
@@ -202,12 +211,6 @@ class Config:
                 f"{self.down.rounding!r}) contradict each other: without FP8 training no ranges are learned to code "
                 "with; use rounding 'none' or 'dithered' on both links, or qat.rounding='nearest'"
             )
-        for name, link in (("up", self.up), ("down", self.down)):
-            if link.format and not ROUNDINGS[link.rounding].has_ranges:
-                raise ConfigError(
-                    f"{name}.format={link.format!r} and {name}.rounding={link.rounding!r} contradict each other: only "
-                    "'nearest' and 'stochastic' send FP8 codes"
-                )
         if self.clients.formats and self.qat.rounding == "off":
             raise ConfigError(
                 "clients.formats and qat.rounding='off' contradict each other: nothing would be trained in FP8"
@@ -256,6 +259,24 @@ def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+def to_toml(config: Config) -> str:
+    """The text of a config.toml; the standard library reads TOML and does not write it."""
+    lines, sections = [], []
+    for name, value in to_dict(config).items():
+        if isinstance(value, dict):
+            sections += ["", f"[{name}]", *(f"{key} = {_toml(v)}" for key, v in value.items())]
+        else:
+            lines.append(f"{name} = {_toml(value)}")
+    return "\n".join([*lines, *sections, ""])
+
+
+def _toml(value: str | bool | int | float) -> str:
+    """JSON's strings are TOML's but for DEL; numbers are Python's own."""
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
 def from_dict(values: dict[str, Any]) -> Config:
     """A Config from nested dicts; missing fields take their defaults, unknown ones are refused."""
     checked: dict[str, Any] = to_dict(Config())
@@ -265,6 +286,6 @@ def from_dict(values: dict[str, Any]) -> Config:
                 assign(checked, f"{section}.{key}", value)
         else:
             assign(checked, section, content)
-    sections = {f.name: f.default_factory for f in fields(Config) if is_dataclass(getattr(Config(), f.name))}
-    built = {name: type(getattr(Config(), name))(**checked[name]) for name in sections}
+    sections = {f.name: f.default_factory for f in fields(Config) if f.default_factory is not MISSING}
+    built = {name: section(**checked[name]) for name, section in sections.items()}
     return Config(**{**checked, **built})

@@ -5,12 +5,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedfp8.fl.federation import Federation
+from fedfp8.fl.local import one_thread
 
 __all__ = ["PIECE", "evaluate_piece"]
 
 PIECE = 500  # examples a piece: fixed, so that results do not depend on who evaluates what
 
 
+@one_thread()
 @torch.no_grad()
 def evaluate_piece(model: nn.Module, federation: Federation, piece: int) -> tuple[int, float, int]:
     """(correct answers, summed loss, examples) of one piece, through the nearest-rounding forward."""

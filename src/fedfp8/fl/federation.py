@@ -104,7 +104,7 @@ def build(config: Config) -> Federation:
         num_classes=data.num_classes,
     )
     options = {"stem": config.model.stem} if config.model.stem else {}
-    seed = derive_seed(config.seed, "init") % 2**63
+    seed = derive_seed(config.seed, "init")
     model = models.build(config.model.name, data.num_classes, seed=seed, **options)
     transform = datasets.transform_for(config.data.name, config.data.features)
     formats = client_formats(config, len(parts))

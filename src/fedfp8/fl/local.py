@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from numpy.typing import ArrayLike
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -11,7 +13,7 @@ from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.federation import Federation
 from fedfp8.nn import parameter_groups
 
-__all__ = ["learning_rate", "local_update", "minibatches"]
+__all__ = ["learning_rate", "local_update", "minibatches", "one_thread"]
 
 
 def learning_rate(config: Config, round: int) -> float:
@@ -21,6 +23,18 @@ def learning_rate(config: Config, round: int) -> float:
     return config.local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / config.round.count))
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums come out the same whatever the number of cores: every engine trains and evaluates with one torch thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def local_update(
     model: nn.Module, federation: Federation, client: int, local: LocalConfig, rate: float, dice: torch.Generator
 ) -> float:
@@ -51,7 +65,7 @@ def _range_rate(local: LocalConfig, rate: float) -> float | None:
     return rate * local.range_lr / local.lr if local.range_lr else None
 
 
-def minibatches(part: "torch.Tensor | object", local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
+def minibatches(part: ArrayLike, local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
     """Shuffled minibatches of a client's examples: `epochs` passes, or `steps` batches."""
     indices = torch.as_tensor(part)
     done = 0

@@ -5,7 +5,6 @@ depends on it. A worker that dies (killed, out of memory) loses nothing but time
 job that kills two workers is given up and reported as that client's failure.
 """
 
-import contextlib
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import signal
@@ -30,7 +29,7 @@ from fedfp8.link.store import read_state
 from fedfp8.model.state import State
 from fedfp8.nn import load_state
 
-__all__ = ["Evaluation", "Pool", "one_thread"]
+__all__ = ["Evaluation", "Pool"]
 
 ATTEMPTS = 2
 
@@ -52,17 +51,6 @@ class Failure:
 
 
 Job = Task | Evaluation
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """As every engine trains: float sums then do not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class Executor:
@@ -200,9 +188,7 @@ class Pool:
     def _map_here(self, jobs: Iterable[Job]) -> Iterator[Any]:
         assert self._inline is not None
         for job in jobs:
-            with one_thread():
-                result = self._inline(job)
-            yield result
+            yield self._inline(job)
 
     def _send(self, worker: int, job: Job) -> None:
         try:

@@ -3,8 +3,8 @@
 With q the weighted mean of the clients' models, sum_k n_k/m ||Q(w) - q_k||^2 = ||Q(w) - q||^2 + constant, so both
 halves are fitted against q alone and cost the same for 10 or 1,000 clients:
 
-- w (equation 5): gradient steps through Q_rand with straight-through gradients, at the mean alpha;
-- alpha (equation 6): the best of a grid of points between the smallest and the largest client alpha.
+- w (equation 7): gradient steps through Q_rand with straight-through gradients, at the mean alpha;
+- alpha (equation 8): the best of a grid of points between the smallest and the largest client alpha.
 
 "Nearest" is measured by the expected error over the dice, (clip(w) - q)^2 + s^2 f (1 - f) per element, which is exact
 where one draw a point (the paper's way, ``server.choose = "draw"``) is noisy. Whatever the halves propose, a tensor

@@ -3,7 +3,7 @@
 A format with e exponent and m mantissa bits has codes ``sign | exponent | mantissa`` in the low bits of a byte.
 Exponent 0 holds the subnormals; no code is spent on Inf or NaN, so the largest exponent holds ordinary numbers and
 the standard grid of E4M3 ends at 480, not 448. A range ``alpha`` scales the whole grid by ``alpha / top``: the paper's
-real-valued exponent bias b is ``2**e - log2(alpha) + log2(2 - 2**-m) - 1`` (section 3.2), alpha the largest magnitude.
+real-valued exponent bias b is ``2**e - log2(alpha) + log2(2 - 2**-m) - 1`` (section 3.3), alpha the largest magnitude.
 """
 
 import re

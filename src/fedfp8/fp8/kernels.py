@@ -219,7 +219,7 @@ def error_stochastic(w, target, partial, scale_in, scale_out, top, lowest, magic
 
 @kernel
 def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, magic, spread, key0, key1):
-    """One straight-through gradient step on ||Q_rand(w) - target||**2 (the paper's equation 5)."""
+    """One straight-through gradient step on ||Q_rand(w) - target||**2 (the paper's equation 7)."""
     for i in range(w.size):
         y = min(max(w[i] * scale_in, -top), top)
         b = max(binade(y), lowest)

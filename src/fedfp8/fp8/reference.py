@@ -84,7 +84,7 @@ def decode(codes: np.ndarray, alpha: float, e: int, m: int) -> np.ndarray:
 
 
 def paper_quantize(x: np.ndarray, alpha: float, e: int, m: int) -> np.ndarray:
-    """Q_det of section 3.2 letter by letter, with its real-valued bias b: leaves the grid by float64 ulps."""
+    """Q_det of section 3.3 letter by letter, with its real-valued bias b: leaves the grid by float64 ulps."""
     b = 2**e - np.log2(alpha) + np.log2(2 - 2.0**-m) - 1
     with np.errstate(divide="ignore"):
         level = np.floor(np.log2(np.abs(x)) + b)
@@ -94,7 +94,7 @@ def paper_quantize(x: np.ndarray, alpha: float, e: int, m: int) -> np.ndarray:
 
 
 def gradients(x: np.ndarray, q: np.ndarray, g: np.ndarray, alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """dL/dx and the terms of dL/dalpha, element by element (design section 3), for upstream gradients g."""
+    """dL/dx and the terms of dL/dalpha, element by element (docs/numerics.md), for upstream gradients g."""
     inside, tie = np.abs(x) < alpha, np.abs(x) == alpha
     keep = np.where(inside, 1.0, np.where(tie, 0.5, 0.0))
     to_alpha = np.where(inside, (q - x) / alpha, np.where(tie, 0.5, 1.0) * np.sign(x))

@@ -181,7 +181,7 @@ def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparis
 
 
 def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord], folder: Path) -> dict[str, Any]:
-    """Per method plain numbers under the names of the design, with their standard deviations beside them."""
+    """Per method plain numbers under the names the records use, with their standard deviations beside them."""
     methods = {}
     for row in rows:
         values = asdict(row) | {"finished": row.finished}

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedfp8.errors import extra
 from fedfp8.paper.compare import curves_of, gains_of
 from fedfp8.paper.plots import COLUMN, PAPER, STYLES, add_legend, draw_curves, new_figure, save
 from fedfp8.paper.records import RunRecord
@@ -32,7 +33,8 @@ def draw_figure4(groups: Mapping[str, Sequence[RunRecord]], path: Path) -> list[
 
 def draw_figure3(data: Mapping[str, Any], path: Path) -> list[Path]:
     """Weights, FP8 weights, errors, errors of the average of K models; uniform above, truncated normal below."""
-    from matplotlib import rc_context
+    with extra("plots"):
+        from matplotlib import rc_context
 
     with rc_context(PAPER):
         figure, panels = new_figure(PAGE, 3.4, 2, 4)
@@ -77,7 +79,8 @@ def _histograms(axes: Any, histograms: Mapping[str, Any]) -> None:
 
 def draw_theory(data: Mapping[str, Any], path: Path) -> list[Path]:
     """(a) gap against rounds by mantissa bits, (b) its floor, unbiased and biased, (c) drift and its bound."""
-    from matplotlib import rc_context
+    with extra("plots"):
+        from matplotlib import rc_context
 
     runs = {
         kind: [run for run in data["runs"] if run["communication"] == kind]

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fedfp8.errors import ConfigError
-from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, with_settings
+from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, to_toml, with_settings
 from fedfp8.link.store import write_atomic
 from fedfp8.paper.paper import TABLES
 from fedfp8.paper.records import read_run
@@ -113,4 +111,4 @@ def set_length(job: Job) -> None:
     found = from_dict(read_run(job.folder).config)
     if found.round.count != job.rounds:
         longer = replace(found, round=replace(found.round, count=job.rounds))
-        write_atomic(path, tomli_w.dumps(to_dict(longer)).encode())
+        write_atomic(path, to_toml(longer).encode())

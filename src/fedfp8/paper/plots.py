@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedfp8.errors import extra
 from fedfp8.paper.records import Gain
 
 if TYPE_CHECKING:
@@ -139,8 +140,9 @@ def add_legend(figure: Figure, columns: int) -> None:
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
     """A figure of `rows` x `columns` panels in the paper's style, without pyplot: no display, no global state."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    with extra("plots"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
     with rc_context(PAPER):
         figure = Figure(figsize=(width, height), layout="constrained")

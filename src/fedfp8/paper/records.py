@@ -4,9 +4,9 @@ A run folder holds ``config.toml``, ``history.jsonl`` (one object per round, ``b
 ``summary.json`` and, once measured, ``sizes.json`` (bytes of a message without the lossless stage). Bytes are always
 the lengths of real payloads, never a formula.
 
-The communication gain (design section 4): with A the highest test accuracy that both runs reach, the cumulative bytes
-at which FP32 first has an evaluated accuracy >= A, divided by the same for the method. No interpolation. Round 0, the
-untrained model, has cost nothing and does not count.
+The communication gain (the paper's section 5.3): with A the highest test accuracy that both runs reach, the cumulative
+bytes at which FP32 first has an evaluated accuracy >= A, divided by the same for the method. No interpolation. Round 0,
+the untrained model, has cost nothing and does not count.
 """
 
 import json

@@ -20,7 +20,6 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Client, Reply, Task
 from fedfp8.fl.config import Config, from_dict, to_dict
 from fedfp8.fl.federation import build
-from fedfp8.fl.pool import one_thread
 from fedfp8.fl.run import History, OnRound, execute
 from fedfp8.fl.wires import wire_for
 from fedfp8.flower.blob import record_of
@@ -91,8 +90,7 @@ def _train(task: Task, cache: ClientCache, config: Config) -> Reply:
     format = client.federation.formats[task.client]
     layout = wire_for(config, format).layout_down(layout_of(client.network(format)))
     client.held = lambda _: _cached(cache, name, layout)
-    with one_thread():
-        reply = client.train(task)
+    reply = client.train(task)
     if config.wire.client_cache:
         cache.put(name, encode(client.message), task.round, config.wire.history)
     return reply
@@ -150,5 +148,6 @@ def open_or_create(path: Path, config: Config) -> RunFolder:
         return RunFolder.create(path, config)
     folder = RunFolder.open(path)
     if folder.config != config:
+        folder.close()
         raise RunError(f"{path} holds a run of another config; choose another --out, or delete it")
     return folder
