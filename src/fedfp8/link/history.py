@@ -5,8 +5,10 @@ with the same random bits it is the same model again, bit for bit. So a server r
 numbers a client, whatever the number of clients. The models are files: in a folder of a run, or a temporary one.
 """
 
+import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +50,10 @@ class History:
     def __init__(self, root: int, folder: Path | None = None) -> None:
         self.root = root  # of all seeds
         self.entries: dict[int, Entry] = {}
-        self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="fedfp8-history-")
-        self.folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="fedfp8-history-"))
         self.folder.mkdir(parents=True, exist_ok=True)
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # with the link, or the process
         self._models: dict[int, State] = {}
         self._sent: dict[tuple[int, Wire, int], State] = {}
         self._lock = threading.RLock()
