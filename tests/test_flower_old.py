@@ -1,4 +1,4 @@
-"""Old-style apps (client_fn, NumPyClient, ServerApp(server_fn=...), strategies of flwr.server.strategy): the same two lines."""
+"""Old-style apps (client_fn, NumPyClient, ServerApp(server_fn=...), flwr.server.strategy): the same two lines."""
 
 import random
 

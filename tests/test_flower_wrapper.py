@@ -843,6 +843,28 @@ def test_results_and_log_say_what_was_saved(caplog):
     assert sum(line.startswith("fedfp8: round ") for line in lines) == 4
 
 
+def test_records_are_drawn_by_the_report(tmp_path):
+    """Runs beside each other in a folder, plain and coded, become one report."""
+    from fedfp8.paper.report import write_report
+
+    for wire in ("dq", "fp32"):
+        strategy = FP8(FedAvg(fraction_evaluate=0.0), wire, seed=1, out=tmp_path / "app" / wire)
+        app = make_app(mods=(attack_with(replaced(b"garbage")), fp8_mod))
+        grid = LocalGrid(app, 4)
+        strategy.start(
+            grid,
+            initial(),
+            num_rounds=2,
+            evaluate_fn=lambda r, arrays: MetricRecord({"accuracy": 0.5 + r / 10, "loss": 1.0 - r / 10}),
+        )
+    lines = [json.loads(line) for line in (tmp_path / "app/dq/history.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2] and lines[2]["accuracy"] == 0.7 and lines[2]["loss"] == 0.8
+    assert lines[1]["clients"] == [100, 101, 102, 103] and [r["client"] for r in lines[1]["rejected"]] == [102]
+    assert lines[2]["bytes_total"] == sum(line["bytes_down"] + line["bytes_up"] for line in lines)
+    page = write_report(tmp_path).read_text()
+    assert "70.0" in page and "app" in page
+
+
 # The example
 
 

@@ -219,6 +219,7 @@ class FP8Grid(Grid):
             phases = self.traffic[-1:]
             entries = [Open(m, self._announced[m.metadata.dst_node_id].popleft(), phases[0]) for m in messages]
             self.open += entries
+            phases[0].clients += [message.metadata.dst_node_id for message in messages]
             return entries
 
     def _send(self, entry: Open) -> str:
@@ -357,6 +358,7 @@ def _rejection(entry: Open, error: Exception) -> Message:
     node, kind = entry.message.metadata.dst_node_id, type(error).__name__
     reason = short(error) if isinstance(error, Fedfp8Error) else f"{kind}: {short(error)}"
     log(WARNING, "fedfp8: the update of node %d is rejected: %s", node, reason)
+    entry.phase.rejected.append({"client": node, "reason": reason})
     reason = f"fedfp8 rejected the update of node {node}: {reason}"
     answer = Message(Error(code=REJECTED, reason=reason), reply_to=entry.message)
     answer.metadata.__dict__["_reply_to_message_id"] = entry.id
