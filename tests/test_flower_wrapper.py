@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedfp8.errors import ConfigError
 from fedfp8.flower import FP8, FP8FedAvg, LocalGrid, fp8_mod, fp8_mod_with
-from fedfp8.flower.blob import STYPE, blob_of, record_of
+from fedfp8.flower.blob import STYPE, array_of, blob_of, numpy_view, record_of
 from fedfp8.flower.wrapper.mod import CACHE, LOST
 from fedfp8.link.arrays import state_of_arrays
 from fedfp8.link.wire import Orders
@@ -678,6 +678,18 @@ def test_two_models_in_one_message():
     for content in found:  # unmoved clients return what the server has
         assert np.array_equal(vector(content["arrays"]), vector(initial()))
         assert np.array_equal(vector(content["second"]), -vector(initial()))
+
+
+@pytest.mark.parametrize("values", [
+    np.arange(12, dtype=np.float32).reshape(3, 4), np.asfortranarray(np.ones((3, 4))), np.float64(2.5),
+    np.zeros((0, 4)), np.array([True, False]), np.arange(6, dtype=">i4")[::2], np.ones((2, 3), np.float16),
+])  # fmt: skip
+def test_arrays_are_those_of_flower(values):
+    """Written and read without its copies, to the same bytes."""
+    ours, theirs = array_of(values), Array(np.asarray(values))
+    assert (ours.data, ours.dtype, ours.shape, ours.stype) == (theirs.data, theirs.dtype, theirs.shape, theirs.stype)
+    back = numpy_view("x", theirs)
+    assert back.dtype == np.asarray(values).dtype and np.array_equal(back, values) and not back.flags.writeable
 
 
 # What does not pay

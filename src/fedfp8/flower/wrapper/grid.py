@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedfp8.errors import Fedfp8Error, WireFormatError
-from fedfp8.flower.blob import STYPE, numpy_view, record_of, short, split
+from fedfp8.flower.blob import STYPE, array_of, numpy_view, record_of, short, split
 from fedfp8.flower.wrapper.inner import Inner
 from fedfp8.flower.wrapper.mod import LOST
 from fedfp8.flower.wrapper.traffic import Phase, Traffic
@@ -312,7 +312,7 @@ class FP8Grid(Grid):
                 sent = left.pop(name, None)
                 if sent is None or sent.link is None:
                     raise WireFormatError(f"a model under the name {name!r}, which was not sent or is answered already")
-                arrays |= {n: Array(array) for n, array in self._received(sent, payload, entry, key).items()}
+                arrays |= {n: array_of(array) for n, array in self._received(sent, payload, entry, key).items()}
             _check_plain(others, entry.models)
             records[key] = ArrayRecord(arrays | others) if blobs else record
             entry.phase.plain_up += _size(records[key])
