@@ -7,8 +7,8 @@ from uuid import uuid4
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from fedfp8.flower.releases import Run, be_in_a_run
 
 __all__ = ["LocalGrid"]
 
@@ -22,9 +22,7 @@ class LocalGrid(Grid):
     """
 
     def __init__(self, client_app: ClientApp, nodes: int, run_config: dict | None = None) -> None:
-        # A Message may only be made inside a run; this process is one from here on.
-        TaskIdentity.task_id = TaskIdentity.run_id = 1
-        TaskIdentity.node_id = 1
+        be_in_a_run()
         self.client_app = client_app
         self.contexts = {
             100 + p: Context(

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from fedfp8.errors import Fedfp8Error, WireFormatError
 from fedfp8.flower.blob import STYPE, array_of, numpy_view, record_of, short, split
+from fedfp8.flower.releases import log
 from fedfp8.flower.wrapper.inner import Inner
 from fedfp8.flower.wrapper.mod import LOST
 from fedfp8.flower.wrapper.traffic import Phase, Traffic

@@ -14,11 +14,10 @@ from logging import WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.supercore import log
 
 from fedfp8.errors import Fedfp8Error, LostReference
 from fedfp8.flower.blob import array_of, numpy_view, record_of, short, split
+from fedfp8.flower.releases import log
 from fedfp8.link import ClientLink
 from fedfp8.link.arrays import Arrays
 
@@ -27,6 +26,7 @@ __all__ = ["CACHE", "LOST", "arrays_of", "fp8_mod", "fp8_mod_with"]
 CACHE = "fedfp8-received"  # the record of Context.state
 LOST = "fedfp8-lost"  # the record of a reply that asks for the whole model
 
+ClientAppCallable = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 

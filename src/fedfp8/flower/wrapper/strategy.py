@@ -19,8 +19,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.supercore import log
 
+from fedfp8.flower.releases import log
 from fedfp8.flower.wrapper.grid import FP8Grid
 from fedfp8.flower.wrapper.inner import Inner, is_old
 from fedfp8.flower.wrapper.mod import arrays_of
