@@ -2,7 +2,7 @@
 
 Clients add a constant to the model, so that a round is almost all wrapper: Flower's own serialization is in both rows.
 Seconds are processor time of all threads, which a machine busy with something else disturbs least. Memory is the peak
-of a process of its own for each row.
+of a process of its own for each row. Set OMP_NUM_THREADS=1: threads that wait for each other count, too.
 
     python benchmarks/bench_flower_wrapper.py [--rounds 5] [--cases small,many,large] [--json FILE]
 """

@@ -90,9 +90,11 @@ def test_the_same_two_lines(caplog):
 def test_float_wire_is_the_plain_app():
     inner, found = watched(old.FedAvg)
     serve(inner, client_app(mods=()))
+    assert not found["failures"] and len(found["updates"]) == 12, found["failures"]  # of Flower without us
     plain = found["model"]
     inner, found = watched(old.FedAvg)
     serve(FP8(inner, "fp32"))
+    assert not found["failures"] and len(found["updates"]) == 12, found["failures"]
     for ours, theirs in zip(found["model"], plain, strict=True):
         # Flower adds up in the order in which threads end: equal but for the rounding of a sum of four
         assert np.abs(ours - theirs).max() < 1e-6

@@ -1,6 +1,7 @@
 """What has moved between the releases of Flower that we serve (1.22 to 1.42)."""
 
 import logging
+
 __all__ = ["Run", "be_in_a_run", "log", "parameters_to_arrayrecord"]
 
 log = logging.getLogger("flwr").log  # Flower's own log, under the name that it has had all along
