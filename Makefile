@@ -49,8 +49,8 @@ lint: $(VENV)/dev.stamp    ## ruff: lint and format check
 types: $(VENV)/dev.stamp   ## mypy over src
 	@$(BIN)/mypy
 
-bench: $(VENV)/dev.stamp   ## the benchmark tables of docs/benchmarks.md
-	@$(BIN)/fedfp8 bench
+bench: $(VENV)/dev.stamp   ## all benchmark tables of docs/benchmarks.md (half an hour; some: fedfp8 bench --only numerics)
+	@OMP_NUM_THREADS=1 $(BIN)/fedfp8 bench
 
 fuzz: $(VENV)/dev.stamp    ## ten minutes of coverage-guided fuzzing of the decoder (atheris)
 	@$(PIP) install -q --progress-bar off atheris

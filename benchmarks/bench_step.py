@@ -1,12 +1,15 @@
 """A training step in FP8 beside the same step in float: time and peak memory, for the paper's networks.
 
-    python benchmarks/bench_step.py [--json] [model ...]
+    python benchmarks/bench_step.py [--json] [--compile] [--no-memory] [model ...]
 
 Time: both models take turns, step by step, in one process on one thread; a row gives the median float step and
 the median of the ratios of neighbouring steps, so that other load on the machine hits both sides. A step is
 zero_grad, forward, cross-entropy, backward, SGD. Both sides use the same memory format, each of the two formats
 is tried for the image models, and the one in which *float* is faster is reported. "cpu" is the same ratio in CPU
 time of the process: on a shared machine it leaves out waiting for a core, though not for memory.
+
+--compile adds the FP8 step with the model under `torch.compile` (inductor; needs a C++ compiler, and minutes), against
+the float step in eager mode and against the float step compiled too.
 
 Memory: each side runs in a process of its own; what counts is the highest resident size during a step, less
 what was resident before the model was built (interpreter, torch, compiled kernels). Linux only. "memory" is what
@@ -40,7 +43,7 @@ THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 STEPS = {"lenet": 41, "resnet18": 7, "matchboxnet": 31, "kwt1": 15}
 
 
-def make_step(name: str, fp8: bool, memory_format: torch.memory_format) -> Callable[[], None]:
+def make_step(name: str, fp8: bool, memory_format: torch.memory_format, compiled: bool = False) -> Callable[[], None]:
     """One training step of a model as a function; everything it needs is made here."""
     shape = MODELS[name].input_shape
     model: nn.Module = build(name, 10, seed=0)
@@ -51,18 +54,24 @@ def make_step(name: str, fp8: bool, memory_format: torch.memory_format) -> Calla
     if len(shape) == 3:
         model, x = model.to(memory_format=memory_format), x.contiguous(memory_format=memory_format)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(forward(x), y).backward()
         optimizer.step()
 
     return step
 
 
-def time_steps(name: str, memory_format: torch.memory_format, steps: int) -> tuple[float, float, float]:
-    """(median float step in seconds, median ratio FP8 / float, the same in CPU time), taking turns."""
-    plain, fp8 = (make_step(name, side, memory_format) for side in (False, True))
+def time_steps(
+    name: str, memory_format: torch.memory_format, steps: int, compiled: tuple[bool, bool] = (False, False)
+) -> tuple[float, float, float]:
+    """(median float step in seconds, median ratio FP8 / float, the same in CPU time), taking turns.
+
+    compiled: whether the float and the FP8 model are.
+    """
+    plain, fp8 = (make_step(name, side, memory_format, compiled[side]) for side in (False, True))
     for step in (plain, fp8, plain, fp8):  # warm up: kernels, allocator, oneDNN primitives
         step()
     floats, ratios, cpu_ratios = [], [], []
@@ -114,18 +123,20 @@ def peak_memory(name: str, fp8: bool, *, live: bool = True) -> int:
     return int(result.get())
 
 
-def run(names: list[str] | None = None, *, steps: int | None = None, memory: bool = True) -> list[dict[str, Any]]:
+def run(
+    names: list[str] | None = None, *, steps: int | None = None, memory: bool = True, compiled: bool = False
+) -> list[dict[str, Any]]:
     """One row a network; `steps` overrides how many pairs of steps are timed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     keep_freed_memory()  # as the engine's workers do; both sides of every ratio run in this process
     try:
-        return [_row(name, steps or STEPS[name], memory) for name in names or list(BUDGET)]
+        return [_row(name, steps or STEPS[name], memory, compiled) for name in names or list(BUDGET)]
     finally:
         torch.set_num_threads(threads)
 
 
-def _row(name: str, steps: int, memory: bool) -> dict[str, Any]:
+def _row(name: str, steps: int, memory: bool, compiled: bool) -> dict[str, Any]:
     formats = {"contiguous": torch.contiguous_format}
     if len(MODELS[name].input_shape) == 3:
         formats["channels_last"] = torch.channels_last
@@ -141,6 +152,9 @@ def _row(name: str, steps: int, memory: bool) -> dict[str, Any]:
         "budget": BUDGET[name],
         "ratios": {label: round(ratio, 3) for label, (_, ratio, _) in timed.items()},
     }
+    if compiled:
+        for label, sides in {"compiled_ratio": (False, True), "both_compiled_ratio": (True, True)}.items():
+            row[label] = round(time_steps(name, formats[best], steps, sides)[1], 3)
     if memory and sys.platform == "linux":
         plain, fp8 = (peak_memory(name, side) for side in (False, True))
         rss = [peak_memory(name, side, live=False) for side in (False, True)]
@@ -157,8 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="FP8 training step against the float step")
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(BUDGET)}; default: all")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the compiled step too")
+    parser.add_argument("--no-memory", action="store_true", help="time only")
     args = parser.parse_args()
-    rows = run(args.models or None)
+    rows = run(args.models or None, memory=not args.no_memory, compiled=args.compile)
     if args.json:
         print(json.dumps(rows, indent=2))
         return
@@ -168,6 +184,9 @@ def main() -> None:
         timed = f"{r['float_ms']:9.1f} {r['ratio']:10.3f} {r['cpu_ratio']:6.3f} {r['budget']:7.2f}"
         memory = f"{r['memory_ratio']:7.2f} {r['rss_ratio']:6.2f}" if "memory_ratio" in r else "      -      -"
         print(f"{r['model']:12} {r['format']:14} {timed} {memory}")
+        if "compiled_ratio" in r:
+            against = f"float {r['compiled_ratio']:.3f}, compiled float {r['both_compiled_ratio']:.3f}"
+            print(f"{'':12} compiled FP8 against {against}")
 
 
 if __name__ == "__main__":

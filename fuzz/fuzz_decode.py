@@ -77,7 +77,7 @@ def write_seeds(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for index, layout in enumerate(LAYOUTS):
         near, far = small_state(layout, 1, 0.05), REFERENCES[index][2]
-        new = State(layout, {**near.tensors, "net.bias": far["net.bias"] + 0.01})  # nearest to the first and the third
+        new = State(layout, {**near.tensors, "net.bias": far["net.bias"] + 0.01})  # a mix is best, and the third
         for rounding in ("none", "nearest", "stochastic", "dithered"):
             dithered = rounding == "dithered"
             for strata in (1, 7) if dithered else (1,):

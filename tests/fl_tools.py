@@ -32,6 +32,12 @@ def tiny(method: str = "uq", rounds: int = 3, **settings: Any) -> Config:
     return preset("digits", method, **(base | {"round__count": rounds} | settings))
 
 
+def own_tiny(method: str = "uq", rounds: int = 3, **settings: Any) -> Config:
+    """The same for a test's own model and data."""
+    base = {"clients__fraction": 0.5, "local__epochs": 0, "local__steps": 2, "local__batch_size": 10}
+    return preset("own", method, **(base | {"round__count": rounds} | settings))
+
+
 def comparable(rounds: list[dict[str, Any]], *dropped: str) -> list[dict[str, Any]]:
     """A history without what may differ between equal runs."""
     return [{k: v for k, v in line.items() if k not in ("seconds", *dropped)} for line in rounds]

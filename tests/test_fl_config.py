@@ -15,7 +15,7 @@ from fedfp8.fl.settings import parse_assignment
 
 
 def test_the_papers_cells_are_presets() -> None:
-    assert len(PRESETS) == 13 and next(iter(PRESETS)) == "digits"
+    assert len(PRESETS) == 14 and next(iter(PRESETS)) == "digits"
     lenet = preset("lenet-cifar10-dir", "uq+")
     assert (lenet.clients.count, lenet.clients.fraction, lenet.round.count) == (100, 0.1, 1000)
     assert (lenet.local.lr, lenet.local.weight_decay, lenet.local.batch_size, lenet.local.epochs) == (0.1, 0.001, 50, 5)

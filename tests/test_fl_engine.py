@@ -20,7 +20,19 @@ from fedfp8.fl.local import local_update
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.simulate import run_round
 from fedfp8.wire import header
-from fl_tools import Inline, Touchy, command, comparable, models, own_data, rounds_with, settings_of, start, tiny
+from fl_tools import (
+    Inline,
+    Touchy,
+    command,
+    comparable,
+    models,
+    own_data,
+    own_tiny,
+    rounds_with,
+    settings_of,
+    start,
+    tiny,
+)
 
 MIXED = {"clients__formats": "E4M3:2,FP32:1,E5M2:1"}
 ROUNDS, SLOW = 12, settings_of(**{"local.steps": 8})  # of runs that are interrupted from outside
@@ -51,7 +63,7 @@ class Single(torch.nn.Linear):
 def test_training_and_evaluation_take_one_thread_wherever_they_happen(workers: int, tmp_path: Path) -> None:
     """Then float sums, and all that follows from them, do not depend on the number of cores. The caller's stays."""
     torch.set_num_threads(3)
-    config = tiny("fp32", 1, clients__fraction=1.0)
+    config = own_tiny("fp32", 1, clients__fraction=1.0)
     history = fedfp8.run(config, model=Single(5, 3), clients=own_data(), test=own_data(1)[0], workers=workers)
     assert history.rounds[-1]["rejected"] == [] and torch.get_num_threads() == 3
     local_update(Single(5, 3), from_tensors(config, Single(5, 3), own_data(), own_data(1)[0]), 0, config.local, 0.1,
@@ -105,7 +117,7 @@ def test_batch_statistics_are_averaged_without_noise(method: str) -> None:
     """Dithered, a small variance could come out negative, and evaluation as NaN."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
     clients = [(x * torch.tensor([1e-3, 1.0, 1.0, 1.0, 30.0]), y) for x, y in own_data(examples=40)]
-    config = tiny(method, 3, clients__fraction=1.0, local__batch_size=40, local__steps=1)
+    config = own_tiny(method, 3, clients__fraction=1.0, local__batch_size=40, local__steps=1)
     history = fedfp8.run(config, model=model, clients=clients, test=clients[0], workers=0)
     values = dict(history.state)
     # Three rounds of one batch each, momentum 0.1: var = 0.9**3 + 0.1 * (1 + 0.9 + 0.81) * (mean of the clients' own)
@@ -117,7 +129,7 @@ def test_batch_statistics_are_averaged_without_noise(method: str) -> None:
 def test_a_client_that_kills_its_workers_is_given_up(tmp_path: Path) -> None:
     clients = own_data()
     clients[1][0][0, 0] = 2000
-    config = tiny("uq", 1, clients__fraction=1.0)
+    config = own_tiny("uq", 1, clients__fraction=1.0)
     history = fedfp8.run(config, model=Touchy(), clients=clients, test=own_data(1)[0], workers=1)
     line = history.rounds[-1]
     assert line["rejected"] == [{"client": 1, "reason": "worker died 2 times (exit code 9)"}]
@@ -130,7 +142,7 @@ def test_an_evaluation_that_fails_says_why(tmp_path: Path) -> None:
     test[0][0, 0] = 1000
     for workers in (0, 1):
         with pytest.raises(RunError, match="test set: RuntimeError: a value of 1000"):
-            fedfp8.run(tiny("uq", 1), model=Touchy(), clients=own_data(), test=test, workers=workers)
+            fedfp8.run(own_tiny("uq", 1), model=Touchy(), clients=own_data(), test=test, workers=workers)
 
 
 # Lossless stage and client cache
@@ -165,6 +177,17 @@ def test_bytes_are_the_lengths_of_payloads(tmp_path: Path) -> None:
         assert [line["bytes_up"] for line in history.rounds[1:]] == [r.bytes_up for r in records]
         assert history.summary["bytes_total"] == history.rounds[-1]["bytes_total"]
         assert history.rounds[-1]["bytes_total"] == sum(map(len, workers.down + workers.up))
+
+
+def test_the_shared_start_is_reported_apart() -> None:
+    """What it would cost to send the initial model, as it was sent in a run without the shared start."""
+    shared, sent = fedfp8.run(tiny("dq", 1)), fedfp8.run(tiny("dq", 1, dq__start=False))
+    start = shared.summary["start"]
+    assert sent.summary["start"] is None and start["clients"] == 3
+    # Payloads of other places differ by some bytes
+    assert abs(3 * start["bytes_each"] - sent.summary["bytes_down"]) < 0.01 * sent.summary["bytes_down"]
+    assert start["bytes_total_if_sent"] == shared.summary["bytes_total"] + 3 * start["bytes_each"]
+    assert models(shared.rounds) == models(sent.rounds)
 
 
 def test_the_memory_of_the_cache_is_bounded_and_reported(tmp_path: Path) -> None:
@@ -261,7 +284,7 @@ def test_resuming_a_finished_run_only_reads_it(tmp_path: Path) -> None:
 
 def test_ctrl_c_finishes_the_round_and_says_how_to_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = command("run", "--rounds", str(ROUNDS), "--workers", "1", "--out", str(folder), *SLOW)
+    process = command("run", "--json", "--rounds", str(ROUNDS), "--workers", "1", "--out", str(folder), *SLOW)
     lines = [process.stdout.readline() for _ in range(2)]
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     rest, errors = process.communicate(timeout=600)

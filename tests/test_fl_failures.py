@@ -15,7 +15,7 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Reply
 from fedfp8.nn import prepare
 from fedfp8.packing import pack
-from fl_tools import Inline, Touchy, comparable, own_data, rounds_with, start, tiny
+from fl_tools import Inline, Touchy, comparable, own_data, own_tiny, rounds_with, start, tiny
 
 ALL = {"clients__fraction": 1.0}
 
@@ -33,7 +33,7 @@ def own(config, clients, **options):
 def test_bad_numbers_in_one_clients_data(method: str, value: float) -> None:
     clients = own_data()
     clients[2][0][:, 1] = value
-    line = own(tiny(method, 1, **ALL), clients).rounds[-1]
+    line = own(own_tiny(method, 1, **ALL), clients).rounds[-1]
     assert [r["client"] for r in line["rejected"]] == [2]
     assert any(word in line["rejected"][0]["reason"] for word in ("NaN", "nan", "inf", "Inf"))
     assert line["train_loss"] is not None and line["accuracy"] >= 0
@@ -43,7 +43,7 @@ def test_fp8_clips_an_infinite_input() -> None:
     """To the range of the data, so the client's update is as good as any."""
     clients = own_data()
     clients[2][0][:, 1] = float("inf")
-    history = own(tiny("uq", 1, **ALL), clients)
+    history = own(own_tiny("uq", 1, **ALL), clients)
     assert history.rounds[-1]["rejected"] == []
     assert all(bool(t.isfinite().all()) for t in history.state.values())
 
@@ -51,7 +51,7 @@ def test_fp8_clips_an_infinite_input() -> None:
 def test_an_exception_in_one_clients_training() -> None:
     clients = own_data()
     clients[1][0][0, 0] = 1000
-    spoiled = own(tiny("uq", 2, **ALL), clients)
+    spoiled = own(own_tiny("uq", 2, **ALL), clients)
     assert [line["rejected"] for line in spoiled.rounds[1:]] == [
         [{"client": 1, "reason": "RuntimeError: a value of 1000"}]
     ] * 2
@@ -110,20 +110,42 @@ def test_unusable_updates_leave_the_mean_untouched(method: str, tmp_path: Path) 
     assert [r["client"] for r in record.rejected] == [1]
 
 
-def test_a_round_without_a_valid_update_keeps_the_model_and_says_so(tmp_path: Path) -> None:
-    clients = [(torch.full_like(x, float("nan")), y) for x, y in own_data()]
-    history = own(tiny("uq", 2, **ALL), clients, out=tmp_path / "run")
-    assert {line["model"] for line in history.rounds} == {history.rounds[0]["model"]}
-    for line in history.rounds[1:]:
-        assert len(line["rejected"]) == 4 and line["train_loss"] is None
+class Failing:
+    """Batches of a client's examples until a round, then none."""
+
+    def __init__(self, examples, passes: int) -> None:
+        self.examples, self.passes = examples, passes
+
+    def __call__(self):
+        self.passes -= 1
+        if self.passes < 0:
+            raise OSError("disk gone")
+        yield self.examples
+
+
+def test_a_round_without_a_valid_update_keeps_the_model_and_says_so() -> None:
+    clients = [Failing(examples, passes=2) for examples in own_data()]  # one is counted, one trained on
+    history = own(own_tiny("uq", 3, local__steps=1, **ALL), clients)
+    start, first, *after = history.rounds
+    assert first["model"] != start["model"] and first["rejected"] == []
+    for line in after:
+        assert line["model"] == first["model"] and line["train_loss"] is None
+        assert [r["reason"] for r in line["rejected"]] == ["OSError: disk gone"] * 4
         assert line["notes"] == ["no valid update in this round: the server keeps its model"]
+
+
+def test_a_first_round_without_a_valid_update_stops_the_run(tmp_path: Path) -> None:
+    clients = [(torch.full_like(x, float("nan")), y) for x, y in own_data()]
+    with pytest.raises(RunError, match=r"all 4 clients of the first round were rejected.*client 0: .*NaN.*client 2: "):
+        own(own_tiny("fp32", 2, **ALL), clients, out=tmp_path / "run")
+    assert json.loads((tmp_path / "run/checkpoint/state.json").read_text())["round"] == 0
 
 
 def test_min_clients_stops_the_run_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     clients = own_data()
     clients[3][0][:] = float("nan")
     with pytest.raises(RunError, match=r"round 1: 3 valid updates of 4, fewer than round.min_clients=4.*'client': 3"):
-        own(tiny("uq", 3, round__min_clients=4, **ALL), clients, out=tmp_path / "run")
+        own(own_tiny("uq", 3, round__min_clients=4, **ALL), clients, out=tmp_path / "run")
     assert json.loads((tmp_path / "run/checkpoint/state.json").read_text())["round"] == 0
     # The client has mended its data: the run goes on from there.
     mended, test = own_data(), own_data(1, seed=9)[0]
@@ -135,17 +157,17 @@ def test_clients_with_too_few_examples_never_take_part_and_it_is_said_once() -> 
     clients = own_data()
     clients[0] = (clients[0][0][:1], clients[0][1][:1])
     clients[2] = (clients[2][0][:0], clients[2][1][:0])
-    history = own(tiny("uq", 2, **ALL), clients)
+    history = own(own_tiny("uq", 2, **ALL), clients)
     assert [line["clients"] for line in history.rounds[1:]] == [[1, 3], [1, 3]]
     notes = [note for line in history.rounds for note in line["notes"]]
     assert notes == ["2 of 4 clients have fewer than 2 examples and never take part"]
     with pytest.raises(RunError, match=r"none of the 4 clients has clients.min_examples=100"):
-        own(tiny("uq", 2, clients__min_examples=100), clients)
+        own(own_tiny("uq", 2, clients__min_examples=100), clients)
 
 
 def test_own_data_that_does_not_fit_together() -> None:
     clients, test = own_data(), own_data(1)[0]
-    config = tiny("uq", 1)
+    config = own_tiny("uq", 1)
     with pytest.raises(ConfigError, match="belong together"):
         fedfp8.run(config, model=Touchy(), clients=clients)
     with pytest.raises(ConfigError, match="no clients"):
@@ -263,6 +285,11 @@ def test_folders_that_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_resuming_with_another_model_is_refused(tmp_path: Path) -> None:
     """A run on own data cannot be continued on the data set that its config happens to name."""
-    own(tiny("uq", 1), own_data(), out=tmp_path)
-    with pytest.raises(RunError, match=r"of another model.*model=\.\.\., clients="):
+    own(own_tiny("uq", 1), own_data(), out=tmp_path)
+    with pytest.raises(RunError, match=r"own model and data, which are not in the folder.*model=\.\.\., clients="):
         resume(tmp_path)
+    rest = {"clients": own_data(), "test": own_data(1, seed=9)[0]}
+    with pytest.raises(RunError, match=r"a run of Touchy with 4 clients; Sequential with 4 was given"):
+        resume(tmp_path, model=nn.Sequential(nn.Linear(5, 3)), **rest)
+    with pytest.raises(RunError, match=r"a run of Touchy with 4 clients; Touchy with 3 was given"):
+        resume(tmp_path, model=Touchy(), clients=own_data(3), test=rest["test"])

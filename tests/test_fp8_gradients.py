@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedfp8 import E4M3, E5M2, Format, fake_quantize, quantize
+from fedfp8 import E4M3, E5M2, Format, dither, fake_quantize, from_codes, quantize, to_codes, undither
 from fedfp8.bench.textbook import textbook_quantize
-from fedfp8.fp8 import reference
+from fedfp8.fp8 import anydevice, reference, use_kernels
 
 ULP = 2.0**-24
 roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -163,3 +163,77 @@ def test_stochastic_gradient_uses_the_dice_of_the_forward_pass() -> None:
     assert abs(float(ga) - terms.sum()) <= (len(some) + 4) * ULP * np.abs(terms).sum()
     with pytest.raises(ValueError, match="needs a seed"):
         fake_quantize(x.requires_grad_(), 1.0, rounding="stochastic")
+
+
+# without the CPU kernels
+
+
+@roundings
+@pytest.mark.parametrize("format", [E4M3, E5M2, Format(3, 4), Format(2, 1)], ids=lambda f: f.name)
+def test_the_any_device_way_gives_the_bits_of_the_kernels(format: Format, rounding: str) -> None:
+    for alpha in (0.83, 1.0, 3e-5, 700.0):
+        alpha = float(np.float32(alpha))
+        x, g = sample(5000, alpha)
+        for shaped in (x, x.view(50, 100).T, x.view(5, 10, 10, 10).to(memory_format=torch.channels_last)):
+            upstream = g.view(shaped.shape)
+            q, gx, ga = gradients(shaped, alpha, upstream, format, rounding)
+            with use_kernels("0"):
+                q0, gx0, ga0 = gradients(shaped, alpha, upstream, format, rounding)
+            assert torch.equal(q.view(torch.int32), q0.view(torch.int32)), "signs of zero too"
+            assert torch.equal(gx, gx0) and q.stride() == q0.stride()
+            # the kernels add 2**15 float32 terms at a time, the other way float64 ones
+            terms = reference.gradients(shaped.double().numpy(), q.double().numpy(), upstream.double().numpy(), alpha)[
+                1
+            ]
+            assert abs(float(ga - ga0)) <= (5000 + 4) * ULP * np.abs(terms).sum()
+
+
+@roundings
+def test_codes_and_dither_are_the_same_without_kernels(rounding: str) -> None:
+    x, _ = sample(5000, 1.0)
+    codes, k = to_codes(x, 1.0, rounding=rounding, seed=3), dither(x, 0.1, seed=3)
+    values = from_codes(codes, 1.0), undither(k, 0.1, seed=3)
+    with use_kernels("0"):
+        assert torch.equal(to_codes(x, 1.0, rounding=rounding, seed=3), codes)
+        assert torch.equal(dither(x, 0.1, seed=3), k)
+        assert torch.equal(from_codes(codes, 1.0), values[0]) and torch.equal(undither(k, 0.1, seed=3), values[1])
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="FEDFP8_KERNELS is 'off'; it must be one of 1, 0, compiled"):
+        use_kernels("off").__enter__()
+    assert torch.equal(quantize(torch.tensor([0.3]), 1.0), fake_quantize(torch.tensor([0.3]), 1.0))
+
+
+@pytest.mark.slow
+@roundings
+def test_fused_by_the_compiler_it_still_gives_the_same_bits(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs, here with inductor's C++: one graph for all sizes, ranges and seeds."""
+    monkeypatch.setattr(anydevice, "_failed", set())
+    for n, alpha, seed in ((1000, 0.83, 4), (5003, 1.0, 5), (70_001, 700.0, 6)):
+        alpha = float(np.float32(alpha))
+        x, g = sample(n, alpha, seed)
+        x.requires_grad_()
+        a = torch.tensor(alpha, requires_grad=True)
+        results = []
+        for value in ("1", "compiled"):
+            with use_kernels(value):
+                q = fake_quantize(x, a, rounding=rounding, seed=seed)
+                results.append((q.detach(), *torch.autograd.grad(q, (x, a), g)))
+        (q, gx, ga), (q0, gx0, ga0) = results
+        assert torch.equal(q.view(torch.int32), q0.view(torch.int32)) and torch.equal(gx, gx0)
+        assert abs(float(ga - ga0)) <= n * ULP * float(g.abs().sum())
+    assert not anydevice._failed, "it fell back"
+
+
+def test_where_the_compiler_fails_the_operations_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: object) -> object:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(anydevice, "_compiled", broken)
+    monkeypatch.setattr(anydevice, "_failed", set())
+    x, _ = sample(100, 1.0)
+    with use_kernels("compiled"):
+        with pytest.warns(RuntimeWarning, match=r"does not work for cpu here \(RuntimeError: no C\+\+ compiler\)"):
+            assert torch.equal(quantize(x, 1.0), quantize(x.double(), 1.0).float())
+        quantize(x, 1.0)  # said once

@@ -14,8 +14,10 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import eager, hash_uniform, squared_error
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import dice_keys
+from fedfp8.fp8.strides import setting
 from tools import FORMATS
 
+of_the_kernels = pytest.mark.skipif(setting() != "1", reason="FEDFP8_KERNELS is set; this is about the kernels")
 roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
@@ -142,6 +144,7 @@ def test_alpha_as_float_or_tensor() -> None:
     assert not quantize(x, learned).requires_grad
 
 
+@of_the_kernels
 def test_results_do_not_depend_on_threads() -> None:
     x, target = normal((1 << 20) + 4099), normal((1 << 20) + 4099, seed=1)
     results = []
@@ -161,6 +164,7 @@ def test_results_do_not_depend_on_threads() -> None:
             assert torch.equal(other[name], expected), name
 
 
+@of_the_kernels
 def test_threads_after_a_fork() -> None:
     code = """
 import os, torch, fedfp8
@@ -176,6 +180,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert done.stdout.strip() == "0"
 
 
+@of_the_kernels
 def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path) -> None:
     code = """
 import torch, fedfp8

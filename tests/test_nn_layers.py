@@ -1,6 +1,7 @@
 """FP8 layers against the float layer on explicitly quantized operands, and against textbook autograd."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedfp8.errors import QuantizationError
-from fedfp8.fp8 import E3M4, E4M3, E5M2, Format, fake_quantize, quantize
+from fedfp8.fp8 import E3M4, E4M3, E5M2, Format, fake_quantize, quantize, use_kernels
 from fedfp8.modules import MatMul
 from fedfp8.nn import FP8Layer, operand, prepare, set_rounding
 from fedfp8.nn.operand import ACTIVATION_FLOOR
@@ -27,7 +28,18 @@ LAYERS = {
     "conv2d pointwise": (lambda: nn.Conv2d(4, 8, 1), (4, 4, 9, 9)),
     "conv2d circular": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), (4, 4, 9, 9)),
     "conv2d unbatched": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 3, padding=1), (2, 2, 4, 5, 6)),
+    "conv transpose 1d": (lambda: nn.ConvTranspose1d(6, 4, 4, stride=2, output_padding=1), (3, 6, 9)),
+    "conv transpose 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 5, 5)),
+    "conv transpose 2d, no bias": (lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False), (2, 4, 5, 5)),
+    "conv transpose 3d": (lambda: nn.ConvTranspose3d(2, 4, 3, dilation=2), (2, 2, 3, 4, 5)),
 }
+
+
+@pytest.fixture(params=["1", "0"], ids=["kernels", "any device"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with use_kernels(request.param):
+        yield
 
 
 def case(name: str, seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -55,6 +67,7 @@ def shrink(layer: nn.Module, factor: float = 0.6) -> None:
         range_.data.mul_(factor)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("format", [E4M3, E5M2, E3M4, Format(2, 1)], ids=lambda f: f.name)
 @pytest.mark.parametrize("name", LAYERS)
 def test_output_is_the_float_layer_on_quantized_operands(name: str, format: Format) -> None:
@@ -69,6 +82,7 @@ def test_output_is_the_float_layer_on_quantized_operands(name: str, format: Form
     assert torch.equal(layer.eval()(x), expected)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("clip", [1.0, 0.6], ids=["tie at the edge", "clipped"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_those_of_textbook_autograd(name: str, clip: float) -> None:
@@ -100,6 +114,7 @@ def test_gradients_are_those_of_textbook_autograd(name: str, clip: float) -> Non
         )
 
 
+@pytest.mark.usefixtures("kernels")
 def test_matmul_has_a_range_per_operand_and_textbook_gradients() -> None:
     g = torch.Generator().manual_seed(0)
     left = torch.randn(3, 5, 8, generator=g, requires_grad=True)
@@ -124,6 +139,7 @@ def test_matmul_has_a_range_per_operand_and_textbook_gradients() -> None:
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_recomputing_in_backward_changes_no_bit(name: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +307,20 @@ def test_off_is_the_float_layer() -> None:
     assert not torch.equal(layer(x), plain(x))
 
 
+def test_conv_transpose_takes_an_output_size() -> None:
+    plain = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+    layer = prepare(copy.deepcopy(plain))
+    x = torch.randn(1, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    layer(x)
+    with torch.no_grad():
+        plain.weight.copy_(quantize(plain.weight, layer.alpha))
+        for size in ((7, 7), (8, 7), (8, 8)):
+            assert torch.equal(layer(x, size), plain(quantize(x, layer.beta), list(size)))
+            assert layer(x, output_size=size).shape[2:] == size
+        set_rounding(layer, "off")
+        assert layer(x, output_size=(8, 8)).shape[2:] == (8, 8)
+
+
 def collapse(layer: FP8Layer, make: type[torch.optim.Optimizer], **options: float) -> float:
     """Push alpha down until the optimizer itself has taken it below zero; returns what it wrote."""
     optimizer = make([layer.alpha], **options)
@@ -333,6 +363,7 @@ COLLAPSED = {
 }
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("which", COLLAPSED)
 def test_collapsed_ranges_come_back_under_sgd(which: str) -> None:
     """A floor of 1e-12 would leave them dead; see the docstring of fedfp8.nn.operand."""

@@ -37,6 +37,20 @@ class OwnLinear(nn.Linear):
         return super().forward(x) * 2
 
 
+class OwnAttention(nn.MultiheadAttention):
+    pass
+
+
+class OwnEncoderLayer(nn.TransformerEncoderLayer):
+    pass
+
+
+def with_alpha() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.alpha = 0.5
+    return layer
+
+
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10), nn.ReLU(), nn.Linear(10, 3))
 
@@ -77,7 +91,7 @@ def test_a_weight_of_zeros_gets_a_positive_range_and_can_learn() -> None:
 def test_says_what_it_swapped_and_skipped(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fedfp8"):
         model = prepare(nn.Sequential(nn.Linear(4, 4), OwnLinear(4, 4), nn.LSTM(4, 4), nn.Linear(4, 2)), skip="3")
-    text = "E4M3: 1 layers swapped (16 weights), 3 skipped: 1, 2, 3"
+    text = "E4M3: 1 layers swapped (16 weights), 3 in float: 1 (OwnLinear), 2 (LSTM), 3 (Linear)"
     assert report(model) == text and text in caplog.text
 
 
@@ -105,6 +119,23 @@ def test_skipping_a_module_skips_what_it_contains() -> None:
 def test_format_and_rounding_reach_every_layer() -> None:
     model = prepare(small(), E5M2, rounding="stochastic")
     assert {(m.format, m.rounding) for m in model.modules() if isinstance(m, FP8Layer)} == {(E5M2, "stochastic")}
+    assert prepare(small(), "E5M2")[0].format == E5M2
+
+
+def test_what_stays_in_float_is_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(4, 4),
+            "rnn": nn.GRU(4, 4),
+            "cell": nn.LSTMCell(4, 4),
+            "attention": nn.MultiheadAttention(4, 1),
+            "head": nn.Linear(4, 2),
+        }
+    )
+    prepare(model, skip="attention")
+    assert report(model).endswith(
+        "4 in float: embed (Embedding), rnn (GRU), cell (LSTMCell), attention (MultiheadAttention)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,8 +149,15 @@ def test_format_and_rounding_reach_every_layer() -> None:
         (lambda: prepare(small(), rounding="up"), "rounding 'up'; choose one of nearest, stochastic, off"),
         (lambda: prepare(small(), input_range=-1.0), "input_range is -1.0"),
         (lambda: prepare(small().double()), "float64"),
-        (lambda: prepare(nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 1))), "1 is an nn.MultiheadAttention"),
-        (lambda: prepare(nn.TransformerEncoderLayer(4, 1)), "nn.TransformerEncoderLayer.*half quantized"),
+        (
+            lambda: prepare(nn.Sequential(nn.Linear(2, 2), OwnAttention(4, 1))),
+            "1 is a OwnAttention, a subclass of nn.Mult",
+        ),
+        (lambda: prepare(OwnEncoderLayer(4, 1)), "a subclass of nn.TransformerEncoderLayer.*half quantized"),
+        (lambda: prepare(small(), "FP8"), "format 'FP8' is not of the form 'E4M3'"),
+        (lambda: prepare(small(), "E9M9"), r"Format\(9, 9\)"),
+        (lambda: prepare(small(), 8), "format is 8; give a Format or its name"),
+        (lambda: prepare(nn.Sequential(with_alpha())), "0 has an attribute 'alpha', a name that its FP8 twin uses"),
         (lambda: set_rounding(small(), "off"), "not prepared"),
         (lambda: set_rounding(prepare(small()), "up"), "rounding 'up'"),
     ],
@@ -129,13 +167,25 @@ def test_refusals_say_what_to_do(call: object, message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("bad", [nn.MultiheadAttention(4, 1), prepare(nn.Linear(2, 2)), nn.Linear(2, 2).double()])
-def test_a_refused_model_is_left_as_it_was(bad: nn.Module) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1), bad)
-    names = list(model.state_dict())
+@pytest.mark.parametrize(
+    "bad, options",
+    [
+        (OwnAttention(4, 1), {}),
+        (prepare(nn.Linear(2, 2)), {}),
+        (nn.Linear(2, 2).double(), {}),
+        (with_alpha(), {}),
+        (nn.ReLU(), {"format": "E9M9"}),
+        (nn.ReLU(), {"format": "FP8"}),
+        (nn.ReLU(), {"format": 8}),
+        (nn.ReLU(), {"skip": "none"}),
+    ],
+)
+def test_a_refused_model_is_left_as_it_was(bad: nn.Module, options: dict[str, object]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1), nn.TransformerEncoderLayer(4, 1), bad)
+    before = [(type(m), set(vars(m)), set(m._parameters)) for m in model.modules()]
     with pytest.raises(QuantizationError):
-        prepare(model)
-    assert list(model.state_dict()) == names and type(model[0]) is nn.Linear and type(model[1]) is nn.Conv1d
+        prepare(model, **options)
+    assert [(type(m), set(vars(m)), set(m._parameters)) for m in model.modules()] == before
 
 
 def test_a_weight_with_nan_is_refused_by_name() -> None:

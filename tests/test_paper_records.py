@@ -1,6 +1,7 @@
 """Records, gains and comparisons from history files written by hand."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,23 @@ import tomli_w
 
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl import preset, to_dict
-from fedfp8.paper.compare import compare, curves_of, write_comparison
+from fedfp8.paper.compare import compare, curves_of, gains_of, write_comparison
 from fedfp8.paper.paper import AVERAGE_GAIN, CELLS, SETUPS, TABLE1, TABLES, deviations
-from fedfp8.paper.paper_tables import docs_table, paper_table, update_docs
-from fedfp8.paper.records import by_cell, communication_gain, find_runs, read_run
-from fedfp8.paper.tables import Table, duration_text, size_text
+from fedfp8.paper.paper_tables import docs_tables, paper_table, update_docs
+from fedfp8.paper.plots import Curve, accuracy_against_bytes, draw_curves, name_of, new_figure
+from fedfp8.paper.records import (
+    TEST_SETS,
+    Metric,
+    by_cell,
+    communication_gain,
+    find_runs,
+    gain_between,
+    points_of,
+    read_run,
+    variants,
+)
+from fedfp8.paper.report import write_report
+from fedfp8.paper.tables import NOT_LEARNED, Table, duration_text, size_text
 
 
 def lines(accuracies: list[float | None], per_round: int) -> list[dict[str, Any]]:
@@ -33,11 +46,11 @@ def lines(accuracies: list[float | None], per_round: int) -> list[dict[str, Any]
 
 def write_run(
     folder: Path, method: str, seed: int, accuracies: list[float | None], per_round: int,
-    cell: str = "lenet-cifar10-iid", sizes: int | None = None,
+    cell: str = "lenet-cifar10-iid", sizes: int | None = None, name: str = "", **settings: Any,
 ) -> Path:  # fmt: skip
-    path = folder / cell / f"{method}-seed{seed}"
+    path = folder / cell / (name or f"{method}-seed{seed}")
     path.mkdir(parents=True)
-    config = to_dict(preset(cell, method, seed=seed, round__count=len(accuracies)))
+    config = to_dict(preset(cell, method, seed=seed, round__count=len(accuracies), **settings))
     (path / "config.toml").write_text(tomli_w.dumps(config))
     history = "".join(json.dumps(line) + "\n" for line in lines(accuracies, per_round))
     (path / "history.jsonl").write_text(history)
@@ -52,7 +65,7 @@ def test_gain_takes_the_first_round_at_the_highest_common_accuracy() -> None:
     gain = communication_gain(fp32, method)
     assert gain is not None
     # A = 0.75: FP32 is first at or above it in round 4 (400 bytes; no interpolation to 350), the method in round 4
-    assert (gain.accuracy, gain.base.round, gain.method.round) == (0.75, 4, 4)
+    assert (gain.value, gain.base.round, gain.method.round) == (0.75, 4, 4)
     assert gain.gain == 400 / 40
 
 
@@ -100,8 +113,8 @@ def test_rows_are_means_over_seeds_and_gains_pair_seeds(tmp_path: Path) -> None:
     assert uq.gain is not None and uq.gain.mean == pytest.approx((8 + 16) / 2)
     assert uq.gain_raw is not None and uq.gain_raw.mean == pytest.approx((4 + 8) / 2)
     assert rows["dq"].gain_raw is None and rows["dq"].gain is not None and rows["dq"].accuracy.std is None
-    (curve,) = [curve for curve in curves_of(find_runs(tmp_path)) if curve.method == "uq"]
-    assert list(curve.bytes) == [50, 100] and list(curve.accuracy) == pytest.approx([0.6, 0.65])
+    (curve,) = [curve for curve in curves_of(find_runs(tmp_path)) if curve.label == "uq"]
+    assert list(curve.bytes) == [50, 100] and list(curve.values) == pytest.approx([0.6, 0.65])
 
 
 def test_write_comparison_writes_what_scripts_read(tmp_path: Path) -> None:
@@ -146,11 +159,161 @@ def test_paper_table_has_ours_beside_the_papers_and_says_what_is_short(tmp_path:
     assert any("clients.fraction 0.05 (paper: 0.1)" in note for note in table.notes)
 
 
-def test_two_runs_for_one_place_are_refused(tmp_path: Path) -> None:
+def test_runs_of_other_settings_are_never_seeds_of_each_other(tmp_path: Path) -> None:
+    """Two runs with the same seed used to become "74.2 ± 0.8, seeds 2"."""
+    write_run(tmp_path, "fp32", 0, [0.7], 400)
+    write_run(tmp_path, "dq", 0, [0.734], 20, name="k4", dq__kappa_up=4.0)
+    write_run(tmp_path, "dq", 0, [0.75], 10, name="k16", dq__kappa_up=16.0)
+    write_run(tmp_path, "dq", 1, [0.74], 10, name="k16-again", dq__kappa_up=16.0)
+    rows = {row.label: row for row in compare(find_runs(tmp_path))}
+    assert list(rows) == ["fp32", "dq:dq.kappa_up=16", "dq:dq.kappa_up=4"]
+    assert rows["dq:dq.kappa_up=4"].seeds == [0] and rows["dq:dq.kappa_up=4"].accuracy.std is None
+    assert rows["dq:dq.kappa_up=16"].seeds == [0, 1]
+    assert rows["dq:dq.kappa_up=16"].gain is None  # there is no FP32 run of seed 1
+    table = paper_table(TABLES["table1"], by_cell(find_runs(tmp_path)))
+    names = [row[3] for row in table.rows[:6]]
+    assert names[3:5] == ["FP8 FedAvg-DQ (ours), dq.kappa_up=16", "FP8 FedAvg-DQ (ours), dq.kappa_up=4"]
+
+
+def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -> None:
+    write_run(tmp_path, "dq", 0, [0.7], 20)
+    write_run(tmp_path, "dq", 0, [0.7], 10, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)
+    assert [v.label for v in variants(find_runs(tmp_path))] == ["dq", "dq:dq.kappa_up=16"]
+    assert name_of("dq:dq.kappa_up=16:local.lr=1") == "FP8 FedAvg-DQ (ours), dq.kappa_up=16, local.lr=1"
+
+
+def test_the_same_run_in_two_folders_is_not_two_seeds_and_longer_runs_are_the_same_variant(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "uq", 0, [0.4], 50)
-    write_run(tmp_path / "b", "uq", 0, [0.4], 50)
-    with pytest.raises(RunError, match="both lenet-cifar10-iid, uq, seed 0"):
-        by_cell(find_runs(tmp_path))
+    write_run(tmp_path / "b", "uq", 0, [0.4, 0.5], 50)
+    labels = [v.label for v in variants(find_runs(tmp_path))]
+    assert labels == ["uq:a/lenet-cifar10-iid/uq-seed0", "uq:b/lenet-cifar10-iid/uq-seed0"]
+    write_run(tmp_path / "c", "uq", 0, [0.4], 50)
+    write_run(tmp_path / "c", "uq", 1, [0.4, 0.5], 50)  # a run that was continued
+    (one,) = variants(find_runs(tmp_path / "c"))
+    assert one.label == "uq" and [run.seed for run in one.runs] == [0, 1]
+    write_run(tmp_path / "d", "uq", 0, [0.4], 50, cell="kwt1-speech-iid")
+    write_run(tmp_path / "d", "uq", 1, [0.4, 0.5], 50, cell="kwt1-speech-iid")  # cosine: another learning rate
+    assert [v.label for v in variants(find_runs(tmp_path / "d"))] == ["uq:round.count=1", "uq:round.count=2"]
+
+
+def test_a_gain_is_measured_against_the_fp32_run_with_the_most_equal_settings(tmp_path: Path) -> None:
+    write_run(tmp_path, "fp32", 0, [0.5, 0.6], 400, name="a", local__lr=0.1)
+    write_run(tmp_path, "fp32", 0, [0.6, 0.6], 400, name="b", local__lr=0.5)
+    write_run(tmp_path, "uq", 0, [0.6], 50, name="c", local__lr=0.5)
+    write_run(tmp_path, "uq", 0, [0.6], 50, name="d", local__lr=0.1)
+    gains = {row.label: row.gain.mean for row in compare(find_runs(tmp_path)) if row.gain}
+    assert gains["uq:local.lr=0.5"] == 400 / 50 and gains["uq:local.lr=0.1"] == 800 / 50
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_report_writes_only_inside_its_folder(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "dq", 0, [0.4], 50, name="k4")
+    write_run(tmp_path, "dq", 0, [0.4], 50, name="k8", dq__kappa_up=2.0)
+    before = files(tmp_path)
+    write_report(path)
+    inside = f"{path.relative_to(tmp_path)}/"
+    new = files(tmp_path) - before
+    assert f"{inside}report.html" in new and f"{inside}compare.png" in new
+    assert all(name.startswith(inside) for name in new)
+
+
+def test_no_gain_where_either_side_is_at_chance(tmp_path: Path) -> None:
+    # CIFAR-10, 10,000 test images: p = 0.1, 5 s = 0.015, so the bound is 1.5 p = 0.15
+    write_run(tmp_path / "a", "fp32", 0, [0.12, 0.149], 400, sizes=100)
+    write_run(tmp_path / "a", "uq", 0, [0.3], 50, sizes=25)
+    fp32, uq = compare(find_runs(tmp_path / "a"))
+    assert not fp32.learned and uq.learned and not uq.comparable and uq.gain is None and uq.gain_raw is None
+    comparison = write_comparison(tmp_path / "a", find_runs(tmp_path / "a"))
+    assert "×" not in comparison.text and comparison.text.count(NOT_LEARNED) == 4
+    assert gains_of(curves_of(find_runs(tmp_path / "a"))) == {}
+    write_run(tmp_path / "b", "fp32", 0, [0.12, 0.151], 400)
+    write_run(tmp_path / "b", "uq", 0, [0.3], 50)
+    assert all(row.learned and row.gain for row in compare(find_runs(tmp_path / "b")))
+    # CIFAR-100 on 1,000 images: p + 5 s = 0.0257
+    for name, accuracy in (("c", 0.025), ("d", 0.026)):
+        write_run(tmp_path / name, "uq", 0, [accuracy], 5, cell="resnet18-cifar100-iid", data__test_limit=1000)
+    runs = [run for name in "cd" for run in find_runs(tmp_path / name)]
+    assert [run.best > run.chance for run in runs] == [False, True]
+
+
+def test_a_run_below_its_untrained_model_has_not_learned(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "uq", 0, [0.4], 5)
+    history = (path / "history.jsonl").read_text().replace('"accuracy": 0.1', '"accuracy": 0.5')
+    (path / "history.jsonl").write_text(history)
+    assert not read_run(path).learned
+
+
+def test_the_known_test_sets_are_those_of_the_data_sets() -> None:
+    from fedfp8.data.spec import SPECS
+
+    assert set(TEST_SETS) == set(SPECS)
+    for name, (classes, examples) in TEST_SETS.items():
+        if name != "speech_commands":  # as found
+            assert classes == len(SPECS[name].classes)
+            assert examples == min(test for _, test in SPECS[name].counts)
+
+
+def test_smoke_checks_are_listed_apart(tmp_path: Path) -> None:
+    write_run(tmp_path, "fp32", 0, [0.7], 400, sizes=100)
+    write_run(tmp_path, "uq", 0, [0.7], 50, sizes=25)
+    for method in ("fp32", "uq"):
+        write_run(tmp_path, method, 0, [0.11], 50, cell="resnet18-cifar10-iid")
+    groups = by_cell(find_runs(tmp_path))
+    results, smoke = docs_tables(groups)
+    assert [row[0] for row in smoke.rows] == ["resnet18-cifar10-iid"] * 2
+    assert not any(row[0] == "resnet18-cifar10-iid" and "not run yet" not in row[3] for row in results.rows)
+    assert "11.0 / not learned yet" in smoke.markdown()
+    table = paper_table(TABLES["table1"], groups)
+    assert any(
+        "Smoke checks" in note and "resnet18-cifar10-iid uq (11.0 % after 1 rounds)" in note for note in table.notes
+    )
+    report = write_report(tmp_path)
+    text = report.path.read_text()
+    assert text.index("<h2>lenet-cifar10-iid</h2>") < text.index("<h2>Smoke check: resnet18-cifar10-iid</h2>")
+    assert "Not drawn, because they have not learned yet: resnet18-cifar10-iid." in text
+    assert report.headline.startswith(
+        "lenet-cifar10-iid: FP8 FedAvg-UQ needed 8.0 times fewer bytes than FP32 to reach"
+    )
+
+
+def test_another_metric_where_lower_is_better(tmp_path: Path) -> None:
+    def with_metric(values: list[float], per_round: int) -> list[dict[str, Any]]:
+        found = lines([None] * len(values), per_round)
+        for line, value in zip(found, [9.0, *values], strict=True):
+            line.pop("accuracy", None)
+            line["metric"] = {"name": "rmse", "value": value, "higher_is_better": False}
+        return found
+
+    rmse = Metric("rmse", higher_is_better=False)
+    gain = gain_between(points_of(with_metric([3, 2, 1], 100)), points_of(with_metric([4, 2, 2], 10)), rmse)
+    assert gain is not None and gain.value == 2 and gain.gain == 200 / 20
+    for method, values, size in (("fp32", [3.0, 2.0, 1.0], 100), ("uq", [4.0, 2.0, 2.0], 10)):
+        path = write_run(tmp_path, method, 0, [0.5] * 3, size)
+        (path / "history.jsonl").write_text("".join(json.dumps(x) + "\n" for x in with_metric(values, size)))
+    comparison = write_comparison(tmp_path, find_runs(tmp_path))
+    assert comparison.table.header[1] == "rmse" and comparison.table.rows[1][1] == "2.0000"
+    assert comparison.table.rows[1][7] == "10.0×" and comparison.rows[0].accuracy_best.mean == 1.0
+    assert "reach 2 rmse" in write_report(tmp_path).headline
+
+
+def test_arrows_stay_at_or_below_what_was_reached_and_below_100_percent(tmp_path: Path) -> None:
+    from matplotlib.text import Annotation
+
+    ends = {"fp32": 6e7, "bq": 5e6, "uq": 5.2e6, "uq+": 5.3e6, "dq": 1.9e6}
+    curves = [Curve(m, [end / 2, end], [0.9, 0.99]) for m, end in ends.items()]
+    _, panels = new_figure(3.5, 3)
+    axes = panels[0, 0]
+    draw_curves(axes, curves, gains_of(curves))
+    arrows = [t for t in axes.texts if isinstance(t, Annotation)]
+    heights = sorted(t.xy[1] for t in arrows)
+    low, high = axes.get_ylim()
+    assert len(heights) == 4 and heights[-1] <= 99 and heights[0] > low
+    assert min(b - a for a, b in pairwise(heights)) > 0.05 * (high - low)
+    assert max(axes.get_yticks()) <= 100 and high < 103
+    assert [p.suffix for p in accuracy_against_bytes(curves, tmp_path / "x")] == [".png", ".pdf"]
 
 
 def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
@@ -166,7 +329,8 @@ def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
         assert "| lenet-cifar10-iid | fp32 | 82.1 ± 0.1 / 1.0× | 60.0 / 1.0× raw, 1.0× sent | 2 rounds" in text
         assert "--only lenet-cifar10-iid --methods fp32 --rounds 2 --seeds 0 --set local.augment=false`" in text
         assert "--only lenet-cifar10-dir --methods fp32`" in text  # not run yet: at the paper's length
-    assert len(docs_table(groups).rows) == 36
+    (table,) = docs_tables(groups)
+    assert len(table.rows) == 36
     page.write_text("no markers")
     with pytest.raises(ConfigError, match="records:begin"):
         update_docs(page, groups)

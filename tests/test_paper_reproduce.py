@@ -8,7 +8,9 @@ import pytest
 
 from fedfp8 import fl
 from fedfp8.errors import ConfigError, RunError
+from fedfp8.fl.config import cohort_size
 from fedfp8.fl.federation import build
+from fedfp8.fl.simulate import sample
 from fedfp8.paper import paper
 from fedfp8.paper.estimate import round_seconds
 from fedfp8.paper.jobs import Job, plan
@@ -43,15 +45,15 @@ def test_runs_skips_resumes_and_writes_the_table(tmp_path: Path, monkeypatch: py
     jobs = planned(tmp_path)
     assert [job.status for job in jobs] == ["new", "new"]
     assert run_jobs(
-        "table1", jobs, tmp_path, workers=0, on_round=lambda job, line: seen.append((job.name, line["round"]))
+        "table1", jobs, tmp_path, workers=0, on_round=lambda job: lambda line: seen.append((job.name, line["round"]))
     )
     assert [r for name, r in seen if name == "digits uq seed 0"] == [0, 1, 2]
     content = json.loads((tmp_path / "table1.json").read_text())["cells"]["digits"]
     recorded = read_run(tmp_path / "digits" / "uq-seed0")
     assert content["ours"]["uq"]["accuracy"]["mean"] == recorded.accuracy
-    assert content["ours"]["uq"]["gain_raw"]["mean"] > 1 and content["paper"]["uq"]["accuracy"] == 89.0
+    assert content["ours"]["uq"]["bytes"]["mean"] == recorded.bytes_total and content["paper"]["uq"]["accuracy"] == 89.0
     assert "| CNN | digits | i.i.d. | FP8 FedAvg-UQ | 89.0 ± 1.0 |" in (tmp_path / "table1.md").read_text()
-    for name in ("table1.csv", "report.html", "figure4.png", "digits/compare.json"):
+    for name in ("table1.csv", "report.html", "digits/compare.json"):
         assert (tmp_path / name).stat().st_size > 0
 
     def must_not_run(*_: object, **__: object) -> None:
@@ -117,6 +119,17 @@ def test_estimate_counts_steps_and_test_pieces(tmp_path: Path) -> None:
     assert round_seconds(job.config, federation, 1.0, 0.25, workers=8) == 1.0 + 2 * 0.25 / 8
     table = plan_table([job], 1)
     assert list(table.rows[0])[:5] == ["digits", "uq", "0", "new", "0/2"] and "hours" in table.notes[0]
+
+
+def test_a_cohort_has_the_same_size_in_the_estimate_and_in_the_run(tmp_path: Path) -> None:
+    """0.1 x 25 is 2.5: one of them said 2, the other 3."""
+    settings = {"clients.count": 25, "clients.fraction": 0.1, "data.limit": 500, "clients.min_examples": 1}
+    (job,) = planned(tmp_path, methods=["uq"], settings=settings)
+    federation = build(job.config)
+    cohort = sample(job.config, federation.eligible(job.config), 1)
+    assert len(cohort) == cohort_size(job.config, 25) == 3
+    assert round_seconds(job.config, federation, 1.0, 0.0, workers=1) == len(cohort) * 1.0  # a step each
+    assert [cohort_size(job.config, n) for n in (1, 4, 5, 14, 15)] == [1, 1, 1, 1, 2]
 
 
 def test_time_left_is_corrected_by_what_rounds_really_take(tmp_path: Path) -> None:

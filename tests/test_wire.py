@@ -24,6 +24,7 @@ from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of
 from fedfp8.wire import codec, steps
+from fedfp8.wire.mix import Mix, fit_mix
 from tools import FORMATS
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
 
@@ -472,6 +473,109 @@ def test_a_change_alone_costs_no_more_than_a_model_given_its_reference() -> None
     bits = -(table[used] * np.log2((table / table.sum(1, keepdims=True))[used])).sum()
     bits += (used.sum() - 32) / (2 * np.log(2))
     assert 8 * len(alone) <= 1.03 * bits + 1600
+
+
+# Mixes of references
+
+
+def noisy(n: int, errors: list[float], strata: int = 4, step: float = 0.3) -> tuple[QuantState, list[State]]:
+    """A weight, dithered, and a reference for each error: the weight plus independent noise of that scale."""
+    values = bell(n)
+    q = quantize_state(
+        one_weight(values, 1.0), seed=3, rounding="dithered", step={"w": step}, place=strata - 1, strata=strata
+    )
+    return q, [one_weight(values + e * bell(n, 11 * i + 5), 1.0) for i, e in enumerate(errors)]
+
+
+def mode_of(q: QuantState, given: list[State]) -> tuple[str, int]:
+    """Mode and bytes of the first tensor, which must decode to itself, from the references in any order."""
+    payload = wire.encode(q, references=given)
+    assert_same(wire.decode(payload, q.layout, references=reversed(given)), q)
+    rows = wire.inspect(payload, q.layout).rows
+    assert rows is not None
+    return rows[0].mode, rows[0].bytes
+
+
+@pytest.mark.parametrize("n", [300, 2049, 8193, 40_000, 70_001])
+@pytest.mark.parametrize("count", [2, 3])
+def test_references_that_are_equally_good_are_mixed(n: int, count: int) -> None:
+    """Independent errors of variance e² beside weights of variance 1: given all, a weight is known to 1/(1 + count/e²),
+    given one reference as it is to e². On a fine grid that is log2(count + e²) / 2 bits a weight."""
+    q, given = noisy(n, [0.3] * count, strata=1, step=float(np.float32(0.1)))
+    alone = min(mode_of(q, [state])[1] for state in given)
+    mode, size = mode_of(q, given)
+    assert mode == "mix"
+    gain = 8 * (alone - size) / n
+    overhead = 8 * (4 * count + 24) / n  # coefficients; how well tables suit the two
+    # Both variances are counted on n weights: (log2 e) / 2 * sqrt(2 / n + 2 / n), twice.
+    assert abs(gain - np.log2(count + 0.09) / 2) <= overhead + 2.9 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("step", [0.3, 1.2, 4.8])
+def test_a_mix_pays_on_coarse_grids_too(step: float) -> None:
+    q, given = noisy(40_000, [0.3, 0.3], step=float(np.float32(step)))
+    mode, size = mode_of(q, given)
+    assert mode == "mix" and size < 0.85 * min(mode_of(q, [state])[1] for state in given)
+
+
+def test_a_reference_that_is_exact_or_alone_useful_is_not_mixed() -> None:
+    for errors, mode in (
+        ([0.0, 0.3], "same"),
+        ([0.3, 0.0], "same"),
+        ([0.01, 30.0], "reference"),
+        ([30.0, 0.01, 20.0], "reference"),
+    ):
+        q, given = noisy(40_000, errors)
+        assert mode_of(q, given)[0] == mode
+
+
+def test_a_mix_reaches_beyond_its_references() -> None:
+    """A weight that goes on moving as it did from the first reference to the second: 2 b - a."""
+    n, values = 20_000, bell(20_000)
+    a, b = (one_weight(values + t * bell(n, 4), 1.0) for t in (0.0, 0.25))
+    q = quantize_state(one_weight(values + 0.5 * bell(n, 4), 1.0), seed=3, rounding="dithered", step={"w": 0.125})
+    plan = next(codec.plans(q, [a, b]))
+    found = fit_mix(plan, q.codes["w"].numpy(), steps.sample(plan))
+    assert found is not None
+    # Errors of the cell, uniform: std 0.125 / sqrt(12), over a sample of 4,096 of which a - b has an rms of 0.29.
+    assert found.coefficients == pytest.approx((-1.0, 2.0), abs=5 * 0.125 / np.sqrt(12) / (0.25 * 1.15) / 64)
+    mode, size = mode_of(q, [a, b])
+    assert mode == "mix" and 8 * size / n < 0.1
+
+
+def test_a_mix_is_rounded_once() -> None:
+    """float64 sums of exact products, from the left: what numpy computes in float64 too."""
+    values = [bell(50_000, i).numpy() * np.float32(3) ** i for i in range(3)]
+    given = tuple(codec.Reference(v, 1.0) for v in values)
+    coefficients = tuple(float(np.float32(c)) for c in (0.7, -1.3, 1e-5))
+    for k in (2, 3):
+        out = Mix(given[:k], coefficients[:k]).piece(7, 40_000, np.empty(39_993, np.float32))
+        exact = sum(c * v[7:40_000].astype(np.float64) for c, v in zip(coefficients[:k], values[:k], strict=True))
+        assert np.array_equal(out, np.asarray(exact).astype(np.float32))
+
+
+def test_references_that_cannot_be_mixed() -> None:
+    """Equal ones, multiples, zeros, and values near the end of float32: single references are tried all the same."""
+    n = 5000
+    q, (one, other) = noisy(n, [0.3, 0.3])
+    zero, huge = one_weight(torch.zeros(n), 1.0), one_weight(bell(n) * 5e37, 1.0)
+    codes = q.codes["w"].numpy()
+    for states in ([one, one], [one, one_weight(one["w"] * 2, 1.0)], [one, zero], [zero, zero], [one, one, other]):
+        plan = next(codec.plans(q, states))
+        assert fit_mix(plan, codes, steps.sample(plan)) is None
+        assert mode_of(q, states)[0] == "reference"
+    for states in ([one, huge], [huge, other], [huge, one_weight(bell(n, 2) * 5e37, 1.0), one]):
+        mode_of(q, states)
+
+
+def test_fp8_codes_and_version_1_know_no_mix() -> None:
+    values = bell(40_000)
+    given = [one_weight(values + 0.1 * bell(40_000, i), 1.0) for i in (1, 2)]
+    for rounding in ("nearest", "stochastic"):
+        assert mode_of(quantized(one_weight(values, 1.0), rounding), given)[0].startswith("reference")
+    q, given = noisy(5000, [0.3, 0.3], strata=1)
+    assert wire.header(wire.encode(q, references=given)).version == 2
+    assert wire.header(wire.encode(q, references=given[:1])).version == 1
 
 
 def test_pack_and_unpack_given_several_references() -> None:

@@ -49,12 +49,18 @@ def _version_2() -> dict[str, Case]:
     change = quantize_state(small_state(layout, 2, 0.01), step=8.0, change=True, **where)  # type: ignore[arg-type]
     strata = quantize_state(mixed, step=0.3, **where)  # type: ignore[arg-type]
     fp8 = quantize_state(mixed, seed=20261116)
-    both = (start, last)
+    both, three = (start, last), (start, small_state(layout, 2, 0.3), small_state(layout, 3, 0.4))
+    near = State(layout, {**mixed.tensors, "net.weight": last["net.weight"] + 0.02 * new["net.weight"].flip(0)})
+    apart = quantize_state(near, step=0.3, **where)  # type: ignore[arg-type]
+    mean = {name: (three[0][name] + three[1][name] + three[2][name]) / 3 for name in ("net.weight", "net.bias")}
+    middle = quantize_state(State(layout, {**new.tensors, **mean}), step=0.3, **where)  # type: ignore[arg-type]
     return {
         "v2-change-static": (change, (), wire.encode(change, with_layout=True)),
         "v2-change-raw": (change, (), wire.encode(change, lossless=False)),
         "v2-strata-reference": (strata, (last,), wire.encode(strata, reference=last)),
-        "v2-strata-two-references": (strata, both, wire.encode(strata, references=both)),
+        "v2-strata-two-references": (apart, both, wire.encode(apart, references=both)),
+        "v2-strata-mix-of-two": (strata, both, wire.encode(strata, references=both)),  # the weight goes on as it did
+        "v2-strata-mix-of-three": (middle, three, wire.encode(middle, references=three)),
         "v2-strata-same": (strata, (start, mixed), wire.encode(strata, references=(start, mixed))),
         "v2-stochastic-two-references": _two_weights(),
         "v1-one-of-three-references": (
@@ -130,6 +136,8 @@ def test_golden_payloads_meet_every_mode_of_version_2() -> None:
         "v2-change-raw": (2, ["raw", "raw"]),
         "v2-strata-reference": (2, ["reference", "reference"]),
         "v2-strata-two-references": (2, ["reference 2", "reference 1"]),
+        "v2-strata-mix-of-two": (2, ["mix", "reference 1"]),
+        "v2-strata-mix-of-three": (2, ["mix", "reference 1"]),
         "v2-strata-same": (2, ["same", "same"]),
         "v2-stochastic-two-references": (2, ["same 1", "reference 2"]),
     }

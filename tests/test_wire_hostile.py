@@ -40,6 +40,17 @@ def payload_2(**options: object) -> bytes:
     return wire.encode(q, references=(REFERENCE, SECOND), **options)  # type: ignore[arg-type]
 
 
+def payload_mix() -> bytes:
+    """The weight lies between the two references."""
+    state = small_state(LAYOUT, 1, 0.05)
+    middle = State(LAYOUT, {**state.tensors, "net.weight": (REFERENCE["net.weight"] + SECOND["net.weight"]) / 2})
+    q = quantize_state(middle, seed=5, rounding="dithered", step=0.3, place=2, strata=5)
+    return wire.encode(q, references=(REFERENCE, SECOND))
+
+
+MIX_AT = 25 + 2 * 8 + 4 + 4 + 8 + 3 * 4 + 2  # of the coefficients: header, alpha, beta, an int64, steps; mode, length
+
+
 PAYLOADS = {
     "none": payload_of("none"),
     "nearest": payload_of("nearest"),
@@ -48,6 +59,7 @@ PAYLOADS = {
     "raw": payload_of("dithered", lossless=False),
     "layout": payload_of("stochastic", with_layout=True),
     "two": payload_2(),
+    "mix": payload_mix(),
     "two raw": payload_2(lossless=False),
     "two layout": payload_2(with_layout=True),
 }
@@ -140,7 +152,7 @@ def test_random_bytes(data: bytes) -> None:
 
 def test_every_byte_of_a_coded_tensor_under_a_valid_checksum() -> None:
     """The entropy decoders meet every damaged state, word, length, shape and scale without a checksum to save them."""
-    for name in ("stochastic", "dithered", "two"):
+    for name in ("stochastic", "dithered", "two", "mix"):
         payload = PAYLOADS[name]
         for at in range(wire.header(payload).size, len(payload) - 8):
             for value in (0x01, 0x80, 0xFF):
@@ -207,10 +219,10 @@ def test_version_2_without_what_is_new_decodes_too() -> None:
     )
 
 
-@pytest.mark.parametrize("mode", [8, 9, 12, 13, 18, 19, 26, 27, 31, 42, 66, 130, 255])
+@pytest.mark.parametrize("mode", [8, 9, 12, 13, 18, 19, 24, 25, 27, 30, 31, 34, 42, 58, 66, 130, 255])
 @pytest.mark.parametrize("name", ["dithered", "two"])
 def test_references_and_modes_that_the_message_does_not_have(name: str, mode: int) -> None:
-    """Index 2 and above, an index on raw or static, and no dice on the uniform grid."""
+    """Index 2 and above, an index on raw or static, no dice on the uniform grid, and a mix that is "same"."""
     payload = PAYLOADS[name]
     at = wire.header(payload).size + 4 + 4 + 8 + 3 * 4  # alpha, beta, an int64; steps of three tensors
 
@@ -219,6 +231,47 @@ def test_references_and_modes_that_the_message_does_not_have(name: str, mode: in
         body[at] = mode
 
     refused(resealed(payload, change), "tensor 'net.weight'.*(does not exist|needs reference)")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38, -16.001, 16.001])
+@pytest.mark.parametrize("at", [0, 1])
+def test_coefficients_are_checked(value: float, at: int) -> None:
+    where = MIX_AT + 4 * at
+    refused(
+        resealed(PAYLOADS["mix"], lambda body: struct.pack_into("<f", body, where, value)),
+        "tensor 'net.weight', mode mix: coefficients",
+    )
+
+
+def test_coefficients_at_the_bound_that_are_not_the_senders() -> None:
+    """They are possible; what follows does not fit, or gives other codes."""
+    for pair in ((16.0, -16.0), (0.0, -0.0), (1e-45, 0.0)):
+        survives(resealed(PAYLOADS["mix"], lambda body, pair=pair: struct.pack_into("<ff", body, MIX_AT, *pair)))  # type: ignore[misc]
+
+
+def test_a_mix_needs_two_references_dither_and_its_bytes() -> None:
+    payload = PAYLOADS["mix"]
+    assert wire.header(payload).size == MIX_AT - 2 - 28 and payload[MIX_AT - 2] == 26
+    one = seal(payload[:5] + bytes([payload[5] & ~3 | 1]) + payload[6:33] + payload[41:-8])
+    refused(one, "a mix of 1 references")
+    for length in (0, 7, 8, 9):
+        start = payload[: MIX_AT - 1] + bytes([length])
+        refused(seal(start + payload[MIX_AT : MIX_AT + length]), "net.weight")
+    crafted_fp8, state = crafted(26, bytes(40))
+    refused(crafted_fp8, "does not exist", state.layout, None)
+
+
+def test_a_mix_that_overflows_is_refused() -> None:
+    """Finite references and coefficients, but a sum beyond float32."""
+    big = [State(LAYOUT, {**s.tensors, "net.weight": s["net.weight"] * 5e37}) for s in (REFERENCE, SECOND)]
+    named = b"".join(state.fingerprint for state in big)
+
+    def change(body: bytearray) -> None:
+        body[25:41] = named
+        struct.pack_into("<ff", body, MIX_AT, 16.0, 16.0)
+
+    with pytest.raises(WireFormatError, match="NaN or Inf"):
+        wire.decode(resealed(PAYLOADS["mix"], change), LAYOUT, references=big)
 
 
 def test_an_empty_layout_is_a_layout() -> None:

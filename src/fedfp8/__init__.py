@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the table below once more, as type checkers and editors read it
     from fedfp8 import flower as flower
+    from fedfp8 import nvflare as nvflare
     from fedfp8.errors import ConfigError as ConfigError
     from fedfp8.errors import DataError as DataError
     from fedfp8.errors import Fedfp8Error as Fedfp8Error
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # the table below once more, as type checkers and editors rea
     from fedfp8.errors import WireFormatError as WireFormatError
     from fedfp8.fl import Config as Config
     from fedfp8.fl import History as History
+    from fedfp8.fl import Metric as Metric
+    from fedfp8.fl import Task as Task
     from fedfp8.fl import preset as preset
     from fedfp8.fl import resume as resume
     from fedfp8.fl.run import run as run
@@ -38,6 +41,7 @@ if TYPE_CHECKING:  # the table below once more, as type checkers and editors rea
     from fedfp8.link import average as average
     from fedfp8.nn import parameter_groups as parameter_groups
     from fedfp8.nn import prepare as prepare
+    from fedfp8.nn import restore as restore
     from fedfp8.packing import pack as pack
     from fedfp8.packing import unpack as unpack
     from fedfp8.wire import inspect as inspect
@@ -47,15 +51,15 @@ __version__ = "0.1.0"
 _NAMES = {  # module: its public names
     "fedfp8.errors": "ConfigError DataError Fedfp8Error LostReference MissingPackage QuantizationError RunError "
     "WireFormatError",
-    "fedfp8.fl": "Config History preset resume run",
+    "fedfp8.fl": "Config History Metric Task preset resume run",
     "fedfp8.fp8": "E3M4 E4M3 E5M2 Format dither fake_quantize from_codes quantize to_codes undither",
     "fedfp8.link": "ClientLink ServerLink Wire average",
-    "fedfp8.nn": "parameter_groups prepare",
+    "fedfp8.nn": "parameter_groups prepare restore",
     "fedfp8.packing": "pack unpack",
     "fedfp8.wire": "inspect",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES = ("flower",)  # modules that are public names themselves; each needs an extra
+_MODULES = ("flower", "nvflare")  # modules that are public names themselves; each needs an extra
 __all__ = sorted(_HOME)
 
 

@@ -2,7 +2,8 @@
 
 A run has one root seed. Whoever needs randomness names its purpose, ``generator(root, "train", round, client)``,
 and gets a stream of its own: results do not depend on the order in which things happen, on the number of workers or
-on the engine. Nothing in the package touches torch's or numpy's global generators.
+on the engine. Nothing in the package draws from torch's or numpy's global generators; a user's own model and data may,
+and find them seeded in the same way (fl/repeatable.py).
 """
 
 import hashlib

@@ -14,7 +14,7 @@ app = typer.Typer(
     name="fedfp8",
     help="Federated learning in 8-bit floating point: accuracy against bytes, from one command.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -43,7 +43,7 @@ def main() -> None:
 
     commands.register(app)
     try:
-        app()
+        app(prog_name="fedfp8")
     except Fedfp8Error as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {str(error).replace('[', chr(92) + '[')}")
         sys.exit(1)

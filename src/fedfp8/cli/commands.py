@@ -6,7 +6,7 @@ import typer
 
 __all__ = ["register"]
 
-MODULES = ("run", "reproduce", "data", "flower", "tools")
+MODULES = ("run", "reproduce", "data", "flower", "tools", "export")
 
 
 def register(app: typer.Typer) -> None:

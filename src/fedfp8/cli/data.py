@@ -1,7 +1,7 @@
 """`fedfp8 data list|fetch|check|partition`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -88,7 +88,8 @@ def partition(
     if data_dir is not None:
         chosen["data.dir"] = str(data_dir)
     federation = build(with_settings(preset(name), {**chosen, "seed": seed}))
-    report = partition_report(federation.parts, federation.train_y)
+    parts: Any = federation.clients
+    report = partition_report([part.rows for part in parts], parts[0].data[1])
     show(report)
     if picture is not None:
         draw_partition(report, picture)

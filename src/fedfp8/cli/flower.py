@@ -6,8 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from fedfp8.cli.display import Display
-from fedfp8.cli.run import METHOD_HELP, DataDir, EvalEvery, NoLossless, Overwrite, Preset, Rounds, Settings, configure
+from fedfp8.cli.run import (
+    METHOD_HELP,
+    DataDir,
+    EvalEvery,
+    NoLossless,
+    Overwrite,
+    Preset,
+    Rounds,
+    Settings,
+    configure,
+    single,
+)
 from fedfp8.errors import ConfigError
 
 __all__ = ["register"]
@@ -53,11 +63,9 @@ def run(
     config = configure(config_file, preset, method, rounds, seed, data_dir, settings, eval_every, no_lossless)
     folder = out or Path("runs") / f"{config.preset}-{config.method}-seed{config.seed}-{engine}"
     flower = _flower("method.launch")
-    with Display() as display:
-        display.begin(f"{config.method} ({engine})", config.round.count)
-        flower.run(
-            config, folder, engine=engine, nodes=nodes, timeout=timeout, overwrite=overwrite, on_round=display.round
-        )
+    with single(config, folder) as (display, job):
+        options = {"engine": engine, "nodes": nodes, "timeout": timeout, "overwrite": overwrite}
+        flower.run(config, folder, on_round=display.on_round(job), **options)
     typer.echo(f"records: {folder}", err=True)
 
 

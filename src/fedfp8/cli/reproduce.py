@@ -1,21 +1,20 @@
 """`fedfp8 reproduce` and `fedfp8 report`."""
 
-import os
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
+from fedfp8.cli.display import Display
+from fedfp8.cli.run import INTERRUPTED, cores, resumable, split
 from fedfp8.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedfp8.paper.jobs import Job
-    from fedfp8.paper.reproduce import Clock
 
 __all__ = ["register"]
+
+QUIET = 20.0  # seconds between two lines where no terminal is: these runs are long
 
 Only = Annotated[
     list[str] | None,
@@ -27,6 +26,7 @@ Methods = Annotated[
 Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds of every run; default: the paper's 1000 (or 500).")]
 Seeds = Annotated[str, typer.Option(help="Comma-separated; results are means over them. The paper has three.")]
 Workers = Annotated[int | None, typer.Option(min=0, help="Processes that train clients; default: one a core.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu (default), cuda, mps, or several such as cuda:0,cuda:1.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with the data sets (see `fedfp8 data list`).")]
 Out = Annotated[Path, typer.Option(help="Folder for runs (OUT/CELL/METHOD-seedN), tables, plots and report.html.")]
 Settings = Annotated[
@@ -48,6 +48,7 @@ def reproduce(
     rounds: Rounds = None,
     seeds: Seeds = "0,1,2",
     workers: Workers = None,
+    device: Device = None,
     data_dir: DataDir = None,
     out: Out = Path("runs/paper"),
     settings: Settings = None,
@@ -84,11 +85,7 @@ def reproduce(
         table = plan_table(jobs, count)
         typer.echo(f"{table.text()}\n\n{table.notes[0]}")
     else:
-        run_plan(experiment, jobs, out, count)
-
-
-def split(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
+        run_plan(experiment, jobs, out, count, device)
 
 
 def number(text: str) -> int:
@@ -96,10 +93,6 @@ def number(text: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"seed {text!r} is not a whole number; give e.g. --seeds 0,1,2") from None
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def computed(experiment: str, out: Path, dry_run: bool) -> None:
@@ -115,59 +108,18 @@ def computed(experiment: str, out: Path, dry_run: bool) -> None:
     typer.echo(f"written: {out / experiment}.png, .pdf, .json and {out / 'report.html'}")
 
 
-def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int) -> None:
+def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int, device: str | None = None) -> None:
     from fedfp8.paper.reproduce import clock_for, run_jobs
 
     done = sum(job.status == "done" for job in jobs)
     typer.echo(f"{len(jobs)} runs, {done} of them done." + (" Timing a few steps ..." if done < len(jobs) else ""))
-    with Overall(jobs, clock_for(jobs, workers)) as overall:
-        complete = run_jobs(experiment, jobs, out, workers=workers, on_round=overall.round)
+    with Display(clock_for(jobs, workers), quiet=QUIET) as display, resumable("The same command again continues it."):
+        complete = run_jobs(experiment, jobs, out, workers=workers, device=device, on_round=display.on_round)
     if not complete:
         typer.echo("Stopped. The same command again continues where it was.")
     typer.echo(f"written: {out / experiment}.md, .csv, .json and {out / 'report.html'}")
     if not complete:
-        raise typer.Exit(130)
-
-
-class Overall:
-    """Progress over all runs with the time left: a bar on a terminal, a line now and then otherwise."""
-
-    def __init__(self, jobs: "list[Job]", clock: "Clock", quiet: float = 20.0) -> None:
-        self.jobs, self.clock, self.quiet = jobs, clock, quiet
-        self.console = Console()
-        self._said = float("-inf")
-        self._accuracy: dict[str, str] = {}
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[left]} left"), console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
-        self._task = self._bar.add_task("starting", total=max(clock.total, 1e-9), left=self._left())
-
-    def __enter__(self) -> "Overall":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _left(self) -> str:
-        from fedfp8.paper.tables import duration_text
-
-        return duration_text(self.clock.left)
-
-    def round(self, job: "Job", line: dict[str, Any]) -> None:
-        self.clock.round(job, line)
-        if line.get("accuracy") is not None:
-            self._accuracy[job.name] = f"{100 * line['accuracy']:.1f} %"
-        place, accuracy = f"{self.jobs.index(job) + 1}/{len(self.jobs)}", self._accuracy.get(job.name, "–")
-        short = f"{place} {job.folder.parent.name}/{job.folder.name} {line['round']}/{job.rounds} {accuracy}"
-        self._bar.update(self._task, completed=self.clock.expected, left=self._left(), description=short)
-        now, last = time.monotonic(), line["round"] == job.rounds
-        if not self.console.is_terminal and (last or now - self._said >= self.quiet):
-            self._said = now
-            typer.echo(
-                f"{place} {job.name}: round {line['round']}/{job.rounds}, accuracy {accuracy}, {self._left()} left"
-            )
+        raise typer.Exit(INTERRUPTED)
 
 
 def report(
@@ -190,8 +142,8 @@ def report(
     from fedfp8.paper.paper_tables import paper_runs, update_docs
     from fedfp8.paper.report import export_records, write_report
 
-    path = write_report(folder)
-    typer.echo(f"written: {path}")
+    written = write_report(folder)
+    typer.echo(f"{written.headline}\nwritten: {written.path}")
     if keep is not None:
         typer.echo(f"copied {len(export_records(folder, keep))} files to {keep}")
     if docs is not None:

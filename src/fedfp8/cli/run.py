@@ -1,13 +1,19 @@
 """`fedfp8 run`, `resume`, `compare` and `demo`."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedfp8.cli.display import Display, megabytes
+from fedfp8.cli.display import Display
 from fedfp8.errors import ConfigError
+from fedfp8.paper.tables import size_text
+
+if TYPE_CHECKING:
+    from fedfp8.paper.jobs import Job
 
 __all__ = ["register"]
 
@@ -15,9 +21,13 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 Config = Any  # fedfp8.fl.Config; imported late so that `fedfp8 --help` does not wait for torch
 
 PRESET_HELP = "What to train on what: digits, or a cell of the paper's Table 1 such as lenet-cifar10-iid."
+METHODS_HELP = (
+    "Comma-separated; fp32 is what gains are measured against. A method may have settings of its own, as in "
+    "dq:dq.kappa_up=16, and is then a variant with its own row."
+)
 METHOD_HELP = "fp32, bq (nearest), uq (stochastic), uq+ (with ServerOptimize), dq (dithered, ours)."
 SET_HELP = (
-    "Any setting as section.field=value, e.g. --set dq.kappa_up=4; may be repeated. All of them: config.toml of a run."
+    "Any setting as section.field=value, e.g. --set dq.kappa_up=4; may be repeated. All of them: fedfp8 settings."
 )
 
 Preset = Annotated[str | None, typer.Option(help=PRESET_HELP)]
@@ -27,6 +37,19 @@ DataDir = Annotated[Path | None, typer.Option(help="Folder with the data sets (s
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
 EvalEvery = Annotated[int | None, typer.Option(min=1, help="Evaluate on the test set every so many rounds.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that is already in the folder.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per round, and nothing else, on standard output.")]
+KeepPayloads = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="ROUND", help="Keep the messages of this round in RUN/payloads (fedfp8 inspect)."),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="Your own task: a function that returns a fedfp8.Task, or a dict."),
+]
+Name = Annotated[
+    str | None, typer.Option(help="What tables and plots call it; default: the preset, or the task's own.")
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu (default), cuda, mps, or several such as cuda:0,cuda:1.")]
 NoLossless = Annotated[bool, typer.Option("--no-lossless", help="Raw codes on the wire, as in the paper.")]
 
 
@@ -52,6 +75,11 @@ def run(
     eval_every: EvalEvery = None,
     no_lossless: NoLossless = False,
     overwrite: Overwrite = False,
+    keep_payloads: KeepPayloads = None,
+    as_json: Json = False,
+    task: Task = None,
+    name: Name = None,
+    device: Device = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard scalars to OUT/tb.")
     ] = False,
@@ -60,64 +88,91 @@ def run(
 
     fedfp8 run --preset digits --method dq --rounds 40 --out runs/dq
     """
-    config = configure(config_file, preset, method, rounds, seed, data_dir, settings, eval_every, no_lossless)
-    folder = out or Path("runs") / f"{config.preset}-{config.method}-seed{config.seed}"
-    train(config, folder, workers, overwrite=overwrite, tensorboard=tensorboard)
+    options = (method, rounds, seed, data_dir, settings, eval_every, no_lossless, keep_payloads)
+    config = configure(config_file, preset, *options, task=task, name=name)
+    folder = out or Path("runs") / f"{config.name or config.preset}-{config.method}-seed{config.seed}"
+    train(config, folder, workers, overwrite=overwrite, tensorboard=tensorboard, as_json=as_json, device=device)
 
 
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The run folder.")],
+    rounds: Annotated[int | None, typer.Option(min=1, help="Go on to this many rounds; default: as planned.")] = None,
     workers: Workers = None,
+    as_json: Json = False,
+    device: Device = None,
 ) -> None:
-    """Continue an interrupted run, to the same bytes as if it had not been interrupted."""
-    train(None, folder, workers)
+    """Continue an interrupted run, to the same bytes as if it had not been interrupted; or go on past its end."""
+    if rounds is not None:
+        from fedfp8.paper.jobs import set_length
+
+        set_length(folder, rounds)
+    train(None, folder, workers, as_json=as_json, device=device)
 
 
 def compare(
     preset: Preset = None,
-    methods: Annotated[
-        str, typer.Option(help="Comma-separated; fp32 is what gains are measured against.")
-    ] = "fp32,bq,uq,uq+,dq",
+    methods: Annotated[str, typer.Option(help=METHODS_HELP)] = "fp32,bq,uq,uq+,dq",
     rounds: Rounds = None,
     seeds: Annotated[str, typer.Option(help="Comma-separated; results are means over them.")] = "0",
     workers: Workers = None,
     data_dir: DataDir = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for all runs, table and plot; default runs/compare-PRESET.")
+        Path | None, typer.Option(help="Folder for all runs, table, plot and report; default runs/compare-PRESET.")
     ] = None,
     settings: Settings = None,
     eval_every: EvalEvery = None,
     no_lossless: NoLossless = False,
     overwrite: Overwrite = False,
+    keep_payloads: KeepPayloads = None,
+    as_json: Json = False,
+    task: Task = None,
+    name: Name = None,
+    device: Device = None,
 ) -> None:
-    """Several methods on the same data: a table and an accuracy-against-bytes plot. Finished runs are not repeated."""
-    names = [m.strip() for m in methods.split(",") if m.strip()]
-    numbers = [s.strip() for s in seeds.split(",") if s.strip()]
+    """Several methods on the same data: a table, a plot and a report. Finished runs are not repeated.
+
+    fedfp8 compare --methods fp32,dq,dq:dq.kappa_up=16 --seeds 0,1,2
+    """
+    names, numbers = split(methods), split(seeds)
     if not names or not numbers or not all(s.isdecimal() for s in numbers):
         raise ConfigError(
             f"--methods {methods!r} --seeds {seeds!r}; give lists such as --methods fp32,dq --seeds 0,1,2"
         )
-    configs = [
-        configure(None, preset, m, rounds, int(s), data_dir, settings, eval_every, no_lossless)
-        for s in numbers
-        for m in names
-    ]
-    folder = out or Path("runs") / f"compare-{configs[0].preset}"
-    compare_all(configs, folder, workers, overwrite)
+    plan = []
+    for seed in numbers:
+        for label in names:
+            method, *own = label.split(":")
+            chosen = [*(settings or []), *own]
+            options = (preset, method, rounds, int(seed), data_dir, chosen, eval_every, no_lossless, keep_payloads)
+            plan.append((configure(None, *options, task=task, name=name), label if own else ""))
+    folder = out or Path("runs") / f"compare-{plan[0][0].name or plan[0][0].preset}"
+    compare_all(plan, folder, workers, overwrite, as_json, device)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the runs, the table and the plot.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the table, the plot and report.html.")] = Path(
+        "runs/demo"
+    ),
     rounds: Rounds = None,
     workers: Workers = None,
+    as_json: Json = False,
 ) -> None:
     """FP32, BQ, UQ, UQ+ and DQ on real handwritten digits with non-iid clients; about two minutes on two cores."""
-    typer.echo("Five ways to train one network on the handwritten digits of 20 clients that each see few classes,")
-    typer.echo("and what each of them sends. Every byte below was really encoded, sent, decoded and counted.\n")
+    if not as_json:
+        typer.echo("Five ways to train one network on the handwritten digits of 20 clients that each see few classes,")
+        typer.echo("and what each of them sends. Every byte below was really encoded, sent, decoded and counted.\n")
+    from fedfp8.fl import with_settings
+
     configs = [
         configure(None, "digits", m, rounds, 0, None, None, None, False) for m in ("fp32", "bq", "uq", "uq+", "dq")
     ]
-    compare_all(configs, out, workers, overwrite=True)
+    plan = [(with_settings(c, {"round.keep_payloads": c.round.count}), "") for c in configs]
+    compare_all(plan, out, workers, True, as_json)
+
+
+def split(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def configure(
@@ -130,16 +185,23 @@ def configure(
     settings: list[str] | None,
     eval_every: int | None,
     no_lossless: bool,
+    keep_payloads: int | None = None,
+    *,
+    task: str | None = None,
+    name: str | None = None,
 ) -> Config:
     """Preset, then config file, then method, then single settings; what comes later wins."""
     from fedfp8.fl import preset as named
     from fedfp8.fl import with_method, with_settings
     from fedfp8.fl.checkpoint import read_config
     from fedfp8.fl.settings import parse_assignment
+    from fedfp8.fl.task import OWN, complete
 
+    if task is not None and preset not in (None, OWN):
+        raise ConfigError(f"both --task {task} and --preset {preset} were given; a task has its own model and data")
     if file is not None and preset is not None:
         raise ConfigError(f"both a config file ({file}) and --preset {preset} were given; choose one to start from")
-    config = read_config(file) if file is not None else named(preset or "digits")
+    config = read_config(file) if file is not None else named(preset or (OWN if task else "digits"))
     if method is not None or file is None:
         config = with_method(config, method or "uq")
     chosen = dict(parse_assignment(item) for item in settings or [])
@@ -149,52 +211,100 @@ def configure(
         "data.dir": None if data_dir is None else str(data_dir.resolve()),
         "round.eval_every": eval_every,
         "wire.lossless": False if no_lossless else None,
+        "round.keep_payloads": keep_payloads,
+        "task": task,
+        "name": name,
     }
-    return with_settings(config, {k: v for k, v in options.items() if v is not None} | chosen)
+    return complete(with_settings(config, {k: v for k, v in options.items() if v is not None} | chosen))
 
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@contextmanager
+def resumable(hint: str) -> Iterator[None]:
+    """After a second Ctrl-C, which stops at once, say how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"\nStopped at once; the round in progress is lost. {hint}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def single(config: Config, folder: Path, *, done: int = 0, as_json: bool = False) -> "Iterator[tuple[Display, Job]]":
+    """The display of a plan with one run, and that run."""
+    from fedfp8.paper.jobs import Job
+    from fedfp8.paper.reproduce import Clock
+
+    job = Job(config, folder, done)
+    hint = f"Continue with: fedfp8 resume {folder}"
+    with resumable(hint), Display(Clock({job: 1.0}), as_json=as_json) as display:
+        yield display, job
+
+
 def train(
-    config: Config | None, folder: Path, workers: int | None, *, overwrite: bool = False, tensorboard: bool = False
-) -> None:
-    """Run or resume (config None) one folder, and say what came out."""
-    with Display() as display:
-        history = one_run(display, config, folder, workers, overwrite=overwrite, tensorboard=tensorboard)
-        values = history.summary
-        display.say(
-            f"\n{values['preset']} / {values['method']}: accuracy [bold]{100 * values['accuracy']:.2f} %[/] after "
-            f"{values['rounds']} rounds, {megabytes(values['bytes_down'])} down + {megabytes(values['bytes_up'])} up = "
-            f"{megabytes(values['bytes_total'])} ({values['bits_per_weight_down']:.2f} and "
-            f"{values['bits_per_weight_up']:.2f} bits a weight)\nrecords: {folder}"
-        )
-    if not values["finished"]:
-        typer.echo(f"Stopped after round {values['rounds']}. Continue with: fedfp8 resume {folder}", err=True)
-        raise typer.Exit(INTERRUPTED)
-
-
-def one_run(
-    display: Display,
     config: Config | None,
     folder: Path,
     workers: int | None,
     *,
     overwrite: bool = False,
     tensorboard: bool = False,
-) -> Any:
+    as_json: bool = False,
+    device: str | None = None,
+) -> None:
+    """Run or resume (config None) one folder, and say what came out."""
     from fedfp8 import fl
     from fedfp8.fl.checkpoint import RunFolder
+    from fedfp8.paper.records import read_run
 
-    known = config or RunFolder(folder).config
-    display.begin(known.method, known.round.count)
-    workers = cores() if workers is None else workers
-    resumed_log = config is None and (folder / "tb").exists()  # a run that began with --tensorboard
-    on_round = scalars(folder, display.round) if tensorboard or resumed_log else display.round
-    if config is None:
-        return fl.resume(folder, workers=workers, on_round=on_round)
-    return fl.run(config, out=folder, workers=workers, overwrite=overwrite, on_round=on_round)
+    known, count = config or RunFolder(folder).config, cores() if workers is None else workers
+    done = 0 if config else read_run(folder).rounds
+    with single(known, folder, done=done, as_json=as_json) as (display, job):
+        display.say(about(known, folder, count, done))
+        on_round = display.on_round(job)
+        if tensorboard or (config is None and (folder / "tb").exists()):  # also a run that began with --tensorboard
+            on_round = scalars(folder, on_round)
+        if config is None:
+            history = fl.resume(folder, workers=count, device=device, on_round=on_round)
+        else:
+            history = fl.run(config, out=folder, workers=count, device=device, overwrite=overwrite, on_round=on_round)
+        display.say(outcome(history.summary, folder))
+        if not history.summary["finished"]:
+            reached = history.summary["rounds"]
+            typer.echo(f"Stopped after round {reached}. Continue with: fedfp8 resume {folder}", err=True)
+            raise typer.Exit(INTERRUPTED)
+
+
+def about(config: Config, folder: Path, workers: int, done: int = 0) -> str:
+    """What is about to happen, in a sentence."""
+    from fedfp8.fl.config import cohort_size
+
+    clients = config.clients
+    if config.data.partition == "group":
+        cohort = f"{100 * clients.fraction:g} % of the clients"
+    else:
+        cohort = f"{cohort_size(config, clients.count)} of {clients.count} clients"
+    rounds = f"rounds {done + 1} to {config.round.count}" if done else f"{config.round.count} rounds"
+    return (
+        f"{config.name or config.preset}, method {config.method}, seed {config.seed}: {rounds} with {cohort} each, "
+        f"{workers} workers; records in {folder}"
+    )
+
+
+def outcome(values: dict[str, Any], folder: Path) -> str:
+    """The summary of a run for people."""
+    from fedfp8.paper.records import Metric
+
+    metric = values.get("metric") or {"name": "accuracy", "value": values.get("accuracy", 0.0)}
+    result = f"{metric['name']} {Metric(metric['name']).text(metric['value'])}"
+    return (
+        f"\n{values.get('name', values['preset'])} / {values['method']}: {result} after {values['rounds']} rounds, "
+        f"{size_text(values['bytes_down'])} down + {size_text(values['bytes_up'])} up = "
+        f"{size_text(values['bytes_total'])} ({values['bits_per_weight_down']:.2f} and "
+        f"{values['bits_per_weight_up']:.2f} bits per weight)\nrecords: {folder}"
+    )
 
 
 def scalars(folder: Path, then: Any) -> Any:
@@ -218,28 +328,32 @@ def scalars(folder: Path, then: Any) -> Any:
     return on_round
 
 
-def compare_all(configs: list[Config], folder: Path, workers: int | None, overwrite: bool) -> None:
-    """Run all configs, each in its own folder, then write the table and the plot."""
-    from fedfp8.fl.checkpoint import RunFolder
-    from fedfp8.paper.compare import write_comparison
+def compare_all(
+    plan: list[tuple[Config, str]],
+    folder: Path,
+    workers: int | None,
+    overwrite: bool,
+    as_json: bool,
+    device: str | None = None,
+) -> None:
+    """Run all configs (each with the name of its variant), every one in its own folder, then write the report."""
+    from fedfp8.paper.jobs import find_job
+    from fedfp8.paper.report import write_report
+    from fedfp8.paper.reproduce import Clock, run_job
     from fedfp8.paper.sizes import measure_sizes
 
-    runs = []
-    with Display() as display:
-        for config in configs:
-            path = folder / config.preset / f"{config.method}-seed{config.seed}"
-            runs.append(path)
-            started = not overwrite and (path / "config.toml").exists()
-            if started and RunFolder(path).config != config:
-                raise ConfigError(f"{path} holds a run with other settings; choose another --out or use --overwrite")
-            history = one_run(display, None if started else config, path, workers, overwrite=overwrite)
-            if not history.summary["finished"]:
-                typer.echo(f"Stopped. The same command again continues where it was ({folder}).", err=True)
+    jobs = [find_job(config, folder, variant, overwrite=overwrite) for config, variant in plan]
+    count, hint = cores() if workers is None else workers, f"The same command again continues where it was ({folder})."
+    with resumable(hint), Display(Clock(dict.fromkeys(jobs, 1.0)), as_json=as_json) as display:
+        for job in jobs:
+            on_round = display.on_round(job)
+            if not run_job(job, workers=count, device=device, on_round=on_round, overwrite=overwrite):
+                typer.echo(f"Stopped. {hint}", err=True)
                 raise typer.Exit(INTERRUPTED)
-    for path in runs:
-        measure_sizes(path)  # of raw FP8 messages, for the gain without the lossless stage
-    comparison = write_comparison(folder, runs)
-    typer.echo(comparison.text)
-    typer.echo(
-        f"\ntable: {folder / 'compare.md'}   plot: {folder / 'compare.png'}   records: {folder / 'compare.json'}"
-    )
+    for job in jobs:
+        measure_sizes(job.folder)  # of raw FP8 messages, for the gain without the lossless stage
+    report = write_report(folder, [job.folder for job in jobs])
+    if not as_json:
+        typer.echo(f"\n{report.comparisons[0].text}\n\n{report.headline}")
+        typer.echo(f"report: {report.path}   plot: {folder / 'compare.png'}")
+        typer.echo(f"table: {folder / 'compare.md'}   records: {folder / 'compare.json'}")

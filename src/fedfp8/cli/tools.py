@@ -1,70 +1,165 @@
-"""`fedfp8 inspect`, `models`, `presets` and `bench`."""
+"""`fedfp8 inspect`, `models`, `presets`, `settings` and `bench`."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedfp8.errors import WireFormatError
+from fedfp8.errors import ConfigError, WireFormatError
+
+if TYPE_CHECKING:
+    from fedfp8.model.layout import Layout
 
 __all__ = ["register"]
+
+LAYOUT_HELP = (
+    "Whose tensors these are, if the message does not say so itself: a run folder, or a network of `fedfp8 models`, "
+    "with its number of classes if it is not 10 (lenet:100)."
+)
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 
 def register(app: typer.Typer) -> None:
     app.command()(inspect)
     app.command()(models)
     app.command()(presets)
+    app.command()(settings)
     app.command()(bench)
 
 
 def inspect(
     payload: Annotated[Path, typer.Argument(metavar="PAYLOAD", help="A file with one fedfp8 message.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    layout: Annotated[str | None, typer.Option(metavar="RUN|MODEL", help=LAYOUT_HELP)] = None,
+    as_json: Json = False,
 ) -> None:
-    """What is in a message: sizes, coding modes and bits per weight, tensor by tensor."""
+    """What is in a message: sizes, coding modes and bits per weight, tensor by tensor. Says if it is damaged.
+
+    fedfp8 inspect runs/dq/payloads/round-40/up-client3.bin --layout runs/dq
+    """
+    from fedfp8.fl.payloads import pick
     from fedfp8.wire import inspect as look
 
     try:
         data = payload.read_bytes()
     except OSError as error:
         raise WireFormatError(f"{payload} cannot be read: {error.strerror}; give the path of a payload file") from None
-    result = look(data)
+    try:
+        result = look(data, pick(layouts_of(layout), data) if layout else None)
+    except WireFormatError as error:
+        raise WireFormatError(f"{payload} is not a whole fedfp8 message: {error}") from None
     typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
+
+
+def layouts_of(name: str) -> "list[Layout]":
+    """What messages of a run folder, or of a network in FP8 or in float, may be laid out like."""
+    return layouts_of_run(Path(name)) if (Path(name) / "config.toml").exists() else layouts_of_model(name)
+
+
+def layouts_of_run(folder: Path) -> "list[Layout]":
+    from fedfp8.fl.checkpoint import read_config
+    from fedfp8.fl.payloads import message_layouts
+    from fedfp8.link.store import read_state
+
+    try:
+        state = json.loads((folder / "checkpoint" / "state.json").read_text())
+    except OSError:
+        raise ConfigError(f"--layout {folder}: the run has no checkpoint to take the layout from") from None
+    layout = read_state(folder / "checkpoint" / state["model"]).layout
+    return message_layouts(read_config(folder / "config.toml"), layout)
+
+
+def layouts_of_model(name: str) -> "list[Layout]":
+    from fedfp8.models import MODELS, build
+    from fedfp8.nn import layout_of, prepare
+
+    model, _, classes = name.partition(":")
+    if model not in MODELS or not (classes or "10").isdecimal():
+        raise ConfigError(
+            f"--layout {name} is neither a run folder nor one of {', '.join(MODELS)}; give e.g. lenet:100"
+        )
+    plain = build(model, int(classes or 10), seed=0)
+    return [layout_of(prepare(build(model, int(classes or 10), seed=0))), layout_of(plain)]
 
 
 def models() -> None:
     """The networks and their parameter counts, beside those the paper gives."""
     from fedfp8.models import table
 
-    rows = table()
-    shown = Table(*rows[0].keys())
-    for row in rows:
-        shown.add_row(*(f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()))
-    Console().print(shown)
+    show(table())
 
 
 def presets() -> None:
     """The presets and what they set."""
     from fedfp8.fl import PRESETS
 
-    for name, settings in PRESETS.items():
-        typer.echo(f"{name:26} " + "  ".join(f"{k}={v}" for k, v in settings.items()))
+    for name, values in PRESETS.items():
+        typer.echo(f"{name:26} " + "  ".join(f"{k}={v}" for k, v in values.items()))
+
+
+def settings(
+    part: Annotated[str, typer.Argument(metavar="[PART]", help="Only keys that contain this, e.g. dq or local.")] = "",
+    preset: Annotated[str, typer.Option(help="Show the values of this preset.")] = "digits",
+    method: Annotated[str, typer.Option(help="Show the values of this method.")] = "uq",
+    as_json: Json = False,
+) -> None:
+    """Every setting: key (for --set and config files), value and meaning."""
+    from fedfp8.fl import preset as named
+    from fedfp8.fl.describe import describe
+
+    found = [setting for setting in describe(named(preset, method)) if part in setting.key]
+    if not found:
+        raise ConfigError(f"no setting contains {part!r}; `fedfp8 settings` lists all of them")
+    if as_json:
+        typer.echo(json.dumps([vars(setting) for setting in found], indent=2))
+        return
+    for setting in found:
+        typer.echo(f"{setting.key + ' = ' + json.dumps(setting.value):<34} {setting.meaning}")
 
 
 def bench(
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    only: Annotated[
+        str, typer.Option(metavar="TABLE,...", help="Of numerics, round, step, wire, input; default: all there are.")
+    ] = "",
+    as_json: Json = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also keep each table as DIR/TABLE.json, e.g. benchmarks/results."),
+    ] = None,
 ) -> None:
-    """Speed of the kernels on this machine, as ratios to a memory copy measured in the same run."""
-    from fedfp8.bench import numerics
+    """The tables of docs/benchmarks.md, measured on this machine; half an hour for all of them.
 
-    rows = numerics.run()
+    numerics and round come with the package; step, wire and input need the repository's benchmarks/ folder.
+    """
+    from fedfp8.bench import tables
+
+    names = tables.chosen(only)
+    found = {}
+    for name in names:
+        if not as_json:
+            typer.echo(f"\n{name}: {tables.TABLES[name]}")
+        found[name] = tables.measure(name)
+        if not as_json:
+            for rows in tables.rows_of(found[name]):
+                show(rows)
+        if keep is not None:
+            typer.echo(f"kept: {tables.keep(name, found[name], keep)}", err=as_json)
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    shown = Table(*rows[0].keys())
+        typer.echo(json.dumps(tables.with_circumstances(found), indent=2))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Rows as a table; the columns are all keys that occur."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    shown = Table(*columns)
     for row in rows:
-        shown.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+        shown.add_row(*(text(row.get(column)) for column in columns))
     Console().print(shown)
+
+
+def text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -75,6 +75,7 @@ def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title:
     """Picture of a report (PNG, PDF, SVG by suffix): sizes above, share of each class below."""
     with extra("plots"):
         from matplotlib.figure import Figure  # no pyplot: no global state, no display needed
+        from matplotlib.ticker import MaxNLocator
 
     counts = np.array([row.counts for row in report.rows])
     sizes = counts.sum(axis=1)
@@ -92,6 +93,8 @@ def draw_partition(report: PartitionReport, path: str | os.PathLike[str], title:
         share.T, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=max(share.max(), 1e-9)
     )
     below.set_xlabel("client")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.yaxis.set_major_locator(MaxNLocator(integer=True))
     if len(report.classes) <= 35:
         below.set_yticks(range(len(report.classes)), report.classes, fontsize=8 if len(report.classes) <= 12 else 5)
     below.set_ylabel("class")

@@ -51,8 +51,8 @@ class ImageTransform:
     def __call__(self, x: Tensor, generator: torch.Generator | None, train: bool) -> Tensor:
         if train and (self.padding or self.flip):
             x = crop_and_flip(x, _needed(generator), self.padding, self.flip)
-        scale = torch.tensor([1 / (self.top * s) for s in self.std]).view(-1, 1, 1)
-        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)]).view(-1, 1, 1)
+        scale = torch.tensor([1 / (self.top * s) for s in self.std], device=x.device).view(-1, 1, 1)
+        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], device=x.device).view(-1, 1, 1)
         # In place on the fresh float32 copy: two passes. The clamp of the last bit keeps |output| <=
         # input_range.
         return x.to(torch.float32).mul_(scale).add_(shift).clamp_(-self.input_range, self.input_range)
@@ -69,7 +69,7 @@ def crop_and_flip(x: Tensor, generator: torch.Generator, padding: int, flip: boo
         x = windows[torch.arange(n), :, top, left]
     if flip:
         mirrored = torch.rand(n, generator=generator) < 0.5
-        x = torch.where(mirrored.view(n, 1, 1, 1), x.flip(3), x)
+        x = torch.where(mirrored.view(n, 1, 1, 1).to(x.device), x.flip(3), x)
     return x
 
 
@@ -99,7 +99,7 @@ class SpecAugment:
         source, (n, coefficients, frames) = _needed(generator), out.shape
         time = bands(n, frames, self.time_masks, self.time_width, source)
         frequency = bands(n, coefficients, self.frequency_masks, self.frequency_width, source)
-        return out.masked_fill_(time.unsqueeze(1) | frequency.unsqueeze(2), 0.0)
+        return out.masked_fill_((time.unsqueeze(1) | frequency.unsqueeze(2)).to(x.device), 0.0)
 
 
 def bands(n: int, length: int, count: int, width: int, generator: torch.Generator) -> Tensor:

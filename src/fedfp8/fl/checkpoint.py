@@ -10,24 +10,31 @@ ignored.
 import fcntl
 import json
 import os
+import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import RunError
-from fedfp8.fl.config import Config, from_dict, to_toml
+from fedfp8.fl.config import Config, from_dict
+from fedfp8.fl.describe import to_toml
 from fedfp8.fl.presets import from_file
 from fedfp8.fl.simulate import Server
 from fedfp8.link import ServerLink
 from fedfp8.link.store import read_state, write_atomic, write_state
 
-__all__ = ["RunFolder", "read_config"]
+__all__ = ["RunFolder", "read_config", "write_config"]
 
 
 def read_config(path: Path) -> Config:
     """A Config from a TOML file, complete or partial."""
     return from_file(_read_toml(path))
+
+
+def write_config(path: Path, config: Config) -> None:
+    """A complete config with what every setting means; `read_config` takes it again."""
+    write_atomic(path, to_toml(config).encode())
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -58,9 +65,10 @@ class RunFolder:
             raise RunError(f"{path} cannot be made a run folder: {error.strerror}; choose another --out") from None
         folder.lock()
         # The checkpoint first: it must never point into a history that is gone.
-        for stale in ("checkpoint/state.json", "history.jsonl", "summary.json"):
+        for stale in ("checkpoint/state.json", "history.jsonl", "summary.json", "sizes.json"):
             (path / stale).unlink(missing_ok=True)
-        write_atomic(path / "config.toml", to_toml(config).encode())
+        shutil.rmtree(path / "payloads", ignore_errors=True)
+        write_config(path / "config.toml", config)
         return folder
 
     @classmethod

@@ -1,11 +1,12 @@
 """Everything a run can be told, as frozen dataclasses with their checks. No default lives anywhere else.
 
+The comment beside a field is its documentation: `fedfp8 settings` and the config.toml of a run folder show it.
+
 A `Config` comes from a preset (data, model, clients, local training), a method (a named recipe: which rounding where)
 and single settings ``section.field = value``, in that order. The same names serve in TOML files, on the command line
 (``--set dq.kappa_up=4``) and in Python.
 """
 
-import json
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -14,20 +15,20 @@ from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
 from fedfp8.model.rounding import ROUNDINGS
 
-__all__ = ["METHODS", "Config", "from_dict", "to_dict", "to_toml", "with_method", "with_settings"]
+__all__ = ["METHODS", "Config", "cohort_size", "from_dict", "to_dict", "with_method", "with_settings"]
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Which examples, and how they are spread over the clients."""
 
-    name: str = "digits"
+    name: str = "digits"  # data set, see `fedfp8 data list`
     dir: str = ""  # folder of data sets; empty: $FEDFP8_DATA or the cache
     partition: str = "dirichlet"  # iid | dirichlet | dirichlet-class | group (by speaker)
-    concentration: float = 0.3
+    concentration: float = 0.3  # of the Dirichlet distribution; smaller: clients differ more
     features: str = "kwt"  # speech only: kwt | matchboxnet
     limit: int = 0  # use only this many training examples (0: all)
-    test_limit: int = 0
+    test_limit: int = 0  # use only this many test examples (0: all)
 
     def __post_init__(self) -> None:
         positive("data", self, "concentration")
@@ -36,19 +37,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = "digits"
-    stem: str = ""  # resnet18 only: cifar | imagenet
+    """Which network."""
+
+    name: str = "digits"  # see `fedfp8 models`
+    stem: str = ""  # resnet18 only: cifar | imagenet; empty: cifar
 
 
 @dataclass(frozen=True)
 class ClientsConfig:
     """K clients of which a fraction C takes part in a round. A partition by group makes one client per group."""
 
-    count: int = 20
-    fraction: float = 0.25
+    count: int = 20  # K
+    fraction: float = 0.25  # C: the share of clients sampled in a round
     min_examples: int = 2  # clients with fewer are never sampled
-    # Client diversity: "" = all in qat.format; "E4M3:3,FP32:1" = shares of formats, spread by seed; or "0=FP32,7=E5M2"
-    formats: str = ""
+    formats: str = ""  # empty: all in qat.format; "E4M3:3,FP32:1": shares, spread by seed; "0=FP32,7=E5M2": by client
 
     def __post_init__(self) -> None:
         positive("clients", self, "count", "fraction", "min_examples")
@@ -61,17 +63,17 @@ class LocalConfig:
     """LocalUpdate, algorithm 1: what a client does in a round."""
 
     optimizer: str = "sgd"  # sgd | adamw; its state is new in every round
-    lr: float = 0.1
+    lr: float = 0.1  # learning rate
     schedule: str = "constant"  # constant | cosine over rounds
-    weight_decay: float = 0.001
-    momentum: float = 0.0
-    batch_size: int = 50
-    epochs: int = 5
+    weight_decay: float = 0.001  # of weights; ranges have none
+    momentum: float = 0.0  # sgd only
+    batch_size: int = 50  # examples in a minibatch
+    epochs: int = 5  # passes over the client's examples; 0 with steps
     steps: int = 0  # > 0: this many minibatches instead of epochs
-    clip_norm: float = 0.0  # 0: no clipping
+    clip_norm: float = 0.0  # largest norm of a gradient; 0: no clipping
     prox: float = 0.0  # FedProx: mu/2 * ||w - w_received||^2 added to the loss
     range_lr: float = 0.0  # learning rate of alpha and beta; 0: the weights'
-    augment: bool = True
+    augment: bool = True  # crops and flips (images), SpecAugment (speech)
 
     def __post_init__(self) -> None:
         choice("local.optimizer", self.optimizer, "sgd", "adamw")
@@ -96,7 +98,7 @@ class QatConfig:
     """FP8 training on the client."""
 
     rounding: str = "nearest"  # nearest | stochastic | off (plain float training)
-    format: str = "E4M3"
+    format: str = "E4M3"  # FP8 format of weights and activations, e.g. E4M3, E5M2, E3M4
 
     def __post_init__(self) -> None:
         choice("qat.rounding", self.rounding, "nearest", "stochastic", "off")
@@ -126,12 +128,12 @@ class LinkConfig:
 class ServerConfig:
     """ServerOptimize, algorithm 2 (UQ+)."""
 
-    optimize: bool = False
-    weights_step: bool = True
-    alpha_step: bool = True
-    steps: int = 5
-    rate: float = 0.1  # the paper searches 0.01, 0.1, 1
-    points: int = 50
+    optimize: bool = False  # off: the weighted mean of the updates
+    weights_step: bool = True  # fit the weights by gradient descent
+    alpha_step: bool = True  # choose each range among `points`
+    steps: int = 5  # of gradient descent
+    rate: float = 0.1  # of gradient descent; the paper searches 0.01, 0.1, 1
+    points: int = 50  # ranges that are tried
     choose: str = "expected"  # expected: closed form; draw: the paper's one random draw a point
 
     def __post_init__(self) -> None:
@@ -144,7 +146,7 @@ class DqConfig:
     """Dithered quantization: a step is kappa times a root mean square, less for small layers and small cohorts."""
 
     kappa_up: float = 8.0  # of the client's change, for cohorts of 8 and more
-    kappa_down: float = 0.8  # of the weights, for cohorts of 7 and more
+    kappa_down: float = 0.8  # of the weights, for cohorts of 5 and more
     fan_in: float = 228.0  # inputs of a layer from which on it gets the whole kappa; 0: one kappa for all tensors
     strata: int = 16  # places in a cell for the clients of a round, at most; 1: the same random bits for all
     start: bool = True  # clients build the initial model themselves, and first models are coded given it
@@ -159,7 +161,9 @@ class DqConfig:
 
 @dataclass(frozen=True)
 class WireConfig:
-    lossless: bool = True
+    """The bytes of a message, whose values it does not change."""
+
+    lossless: bool = True  # code as few bits as possible; off: raw codes, as in the paper
     client_cache: bool = True  # clients keep the last model they received as a reference for the next
     history: int = 40  # how many sent models the server remembers for that
 
@@ -169,21 +173,26 @@ class WireConfig:
 
 @dataclass(frozen=True)
 class RoundConfig:
-    count: int = 40
+    """How many rounds, and what is done in each."""
+
+    count: int = 40  # rounds of the run
     min_clients: int = 0  # fewer valid updates stop the run; 0: a round without any keeps the model
-    eval_every: int = 1
+    eval_every: int = 1  # evaluate on the test set every so many rounds, and after the last
     eval_sent: bool = True  # also evaluate the quantized model that is sent next
+    keep_payloads: int = 0  # keep the messages of this round in payloads/ of the run folder, to look at; 0: none
 
     def __post_init__(self) -> None:
         positive("round", self, "count", "eval_every")
-        not_negative("round", self, "min_clients")
+        not_negative("round", self, "min_clients", "keep_payloads")
 
 
 @dataclass(frozen=True)
 class Config:
-    preset: str = "digits"
-    method: str = "uq"
-    seed: int = 0
+    preset: str = "digits"  # what the settings started from, see `fedfp8 presets`
+    name: str = ""  # what tables and plots call the task; empty: the preset
+    task: str = ""  # "package.module:function" that makes model, clients and test set; for preset "own"
+    method: str = "uq"  # which rounding where: fp32, bq, uq, uq+, dq, qat-nearest, qat-stochastic
+    seed: int = 0  # everything random in the run follows from it
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     clients: ClientsConfig = field(default_factory=ClientsConfig)
@@ -255,26 +264,13 @@ def with_method(config: Config, method: str) -> Config:
     return with_settings(replace(config, method=method), PLAIN | METHODS[method])
 
 
+def cohort_size(config: Config, eligible: int) -> int:
+    """How many of the eligible clients are sampled: the share, rounded half up, at least one."""
+    return min(max(1, int(config.clients.fraction * eligible + 0.5)), eligible)
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
-
-
-def to_toml(config: Config) -> str:
-    """The text of a config.toml; the standard library reads TOML and does not write it."""
-    lines, sections = [], []
-    for name, value in to_dict(config).items():
-        if isinstance(value, dict):
-            sections += ["", f"[{name}]", *(f"{key} = {_toml(v)}" for key, v in value.items())]
-        else:
-            lines.append(f"{name} = {_toml(value)}")
-    return "\n".join([*lines, *sections, ""])
-
-
-def _toml(value: str | bool | int | float) -> str:
-    """JSON's strings are TOML's but for DEL; numbers are Python's own."""
-    if isinstance(value, str | bool):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
 
 
 def from_dict(values: dict[str, Any]) -> Config:

@@ -1,13 +1,15 @@
 """Who takes part and with what: the network, every client's examples, the test set.
 
-A `Federation` is built from a config (data set, partition, network) or from a user's own model and data. It is the same
-in the server process, in every worker and on every Flower node, because it follows from the config alone.
+A `Federation` is built from a config (data set, partition, network) or from a user's own task. It is the same in the
+server process, in every worker and on every Flower node, because it follows from the config (or the task) alone.
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,45 +17,74 @@ from torch import nn
 
 from fedfp8 import data as datasets
 from fedfp8 import models
-from fedfp8.errors import ConfigError
-from fedfp8.fl.config import Config
+from fedfp8.errors import ConfigError, Fedfp8Error, RunError
+from fedfp8.fl.config import Config, LocalConfig
+from fedfp8.fl.examples import Batch, Part, Source, sources, tree_map
+from fedfp8.fl.repeatable import one_thread, seeded
+from fedfp8.fl.task import CLASSIFICATION, OWN, Objective, Task, check_labels, check_loss, objective_for, task_of
 from fedfp8.fp8 import Format
 from fedfp8.nn import prepare, set_rounding
+from fedfp8.nn.layers import WeightedLayer
 from fedfp8.rng import derive_seed, generator
 
-__all__ = ["FP32", "Federation", "build", "client_formats", "from_tensors"]
+__all__ = ["FP32", "PIECE", "Federation", "build", "client_formats", "from_task", "from_tensors"]
 
 FP32 = "FP32"  # the format of clients that do not train in FP8
-Examples = tuple[torch.Tensor, torch.Tensor]
+PIECE = 500  # examples evaluated at a time: fixed, so that results do not depend on who evaluates what
 
 
 @dataclass(frozen=True)
-class Identity:
-    """The transform of examples that are ready for the network."""
+class OnInputs:
+    """A transform of x as one of batches (x, y)."""
 
-    input_range: float
+    transform: datasets.Transform
 
-    def __call__(self, x: torch.Tensor, generator: torch.Generator | None, train: bool) -> torch.Tensor:
-        return x.float()
+    def __call__(self, batch: Batch, generator: torch.Generator | None, train: bool) -> Batch:
+        return self.transform(batch[0], generator, train), batch[1]
+
+
+def unchanged(batch: Batch, generator: torch.Generator | None, train: bool) -> Batch:
+    """The transform of batches that are ready for the network."""
+    return batch
 
 
 @dataclass(frozen=True)
 class Federation:
     model: nn.Module  # float, initial weights
-    train_x: torch.Tensor
-    train_y: torch.Tensor
-    parts: list[np.ndarray]  # examples of each client, as indices
-    test_x: torch.Tensor
-    test_y: torch.Tensor
-    transform: datasets.Transform
+    clients: list[Source]
+    test: Source
     formats: list[str]  # of each client: "E4M3", ..., "FP32"
+    objective: Objective = CLASSIFICATION
+    transform: Callable[[Batch, torch.Generator | None, bool], Batch] = unchanged
+    skip: Any = ()  # layers that stay float, as in `prepare`
+    input_range: float | None = None  # of the first layer, where the transform fixes it
+    ranges: dict[str, float] = field(default_factory=dict)  # of other layers that see the data itself
+    piece: int = PIECE
+    device: str = "cpu"
 
     def size(self, client: int) -> int:
-        return len(self.parts[client])
+        return self.clients[client].size
 
     def eligible(self, config: Config) -> list[int]:
         """Clients with enough examples to train on."""
-        return [k for k, part in enumerate(self.parts) if len(part) >= config.clients.min_examples]
+        return [k for k, source in enumerate(self.clients) if source.size >= config.clients.min_examples]
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces the test set is evaluated in."""
+        return self.test.pieces(self.piece)
+
+    def batches(self, client: int, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
+        """What a client trains on in a round."""
+        for batch in self.clients[client].batches(local, dice):
+            yield self.transform(self._here(batch), dice, local.augment)
+
+    def test_batches(self, piece: int) -> Iterator[Batch]:
+        for batch in self.test.piece(piece, self.piece):
+            yield self.transform(self._here(batch), None, False)
+
+    def _here(self, batch: Batch) -> Batch:
+        return batch if self.device == "cpu" else tree_map(lambda tensor: tensor.to(self.device), batch)
 
     def network(self, config: Config, format: str | None = None) -> nn.Module:
         """A fresh network for clients of `format` (default: the run's), prepared if the run trains in FP8."""
@@ -63,32 +94,48 @@ class Federation:
             prepare(
                 model,
                 Format.parse(config.qat.format if format == FP32 else format),
+                skip=self.skip,
                 rounding=config.qat.rounding,
-                input_range=self.transform.input_range,
+                input_range=self.input_range,
             )
+            for name, value in self.ranges.items():
+                model.get_parameter(name).data.fill_(value)
             if format == FP32:
                 set_rounding(model, "off")
         if any(isinstance(module, nn.Conv2d) for module in model.modules()):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model
+        if frozen := {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}:
+            model.register_state_dict_post_hook(partial(_without, frozen))
+        return model.to(self.device)
 
     def share(self) -> "Federation":
         """The same with its tensors in shared memory, so that workers copy nothing."""
+        return self._moved(lambda x: x if x.is_shared() else x.clone().share_memory_())
 
-        def shared(x: torch.Tensor) -> torch.Tensor:
-            return x if x.is_shared() else x.clone().share_memory_()
+    def to(self, device: str) -> "Federation":
+        """The same with its tensors on `device`: moved once, not with every batch."""
+        return self if device == self.device else replace(self._moved(lambda x: x.to(device)), device=device)
 
-        return replace(
-            self,
-            train_x=shared(self.train_x),
-            train_y=shared(self.train_y),
-            test_x=shared(self.test_x),
-            test_y=shared(self.test_y),
-        )
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Federation":
+        pools = {id(source.data): source.data for source in (*self.clients, self.test) if isinstance(source, Part)}
+        moved = {key: tree_map(move, data) for key, data in pools.items()}
+
+        def there(source: Source) -> Source:
+            return replace(source, data=moved[id(source.data)]) if isinstance(source, Part) else source
+
+        return replace(self, clients=[there(source) for source in self.clients], test=there(self.test))
+
+
+def _without(names: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Frozen parameters are the same on all sides for ever: they do not travel (LoRA: only the adapters do)."""
+    for name in names:
+        state.pop(prefix + name, None)
 
 
 def build(config: Config) -> Federation:
-    """The federation of a config: data set, partition, network."""
+    """The federation of a config: data set, partition, network; or of the task it names."""
+    if config.preset == OWN:
+        return from_task(config, task_of(config))
     data = datasets.load(config.data.name, config.data.dir or None, features=config.data.features)
     train = _subset(len(data.train_y), config.data.limit, config.seed, "train")
     test = _subset(len(data.test_y), config.data.test_limit, config.seed, "test")
@@ -104,31 +151,99 @@ def build(config: Config) -> Federation:
         num_classes=data.num_classes,
     )
     options = {"stem": config.model.stem} if config.model.stem else {}
-    seed = derive_seed(config.seed, "init")
-    model = models.build(config.model.name, data.num_classes, seed=seed, **options)
+    model = models.build(config.model.name, data.num_classes, seed=derive_seed(config.seed, "init"), **options)
     transform = datasets.transform_for(config.data.name, config.data.features)
-    formats = client_formats(config, len(parts))
+    pool, tested = (data.train_x[train], labels), (data.test_x[test], data.test_y[test])
     return Federation(
-        model, data.train_x[train], labels, parts, data.test_x[test], data.test_y[test], transform, formats
+        model,
+        [Part(pool, rows) for rows in parts],
+        Part(tested, np.arange(len(tested[1]))),
+        client_formats(config, len(parts)),
+        transform=OnInputs(transform),
+        input_range=transform.input_range,
     )
 
 
-def from_tensors(config: Config, model: nn.Module, clients: Sequence[Examples], test: Examples) -> Federation:
-    """A federation of your own: a float model, (x, y) of every client and of the test set; x ready to use."""
-    if not clients:
-        raise ConfigError("no clients were given; pass a list with (x, y) of each client")
-    for who, (x, y) in [*((f"client {k}", examples) for k, examples in enumerate(clients)), ("the test set", test)]:
-        if len(x) != len(y):
-            raise ConfigError(f"{who} has {len(x)} examples and {len(y)} labels; they must be equal in number")
-    if not len(test[1]):
-        raise ConfigError("the test set is empty; pass test=(x, y) with at least one example")
-    bounds = np.cumsum([0] + [len(y) for _, y in clients])
-    parts = [np.arange(a, b) for a, b in pairwise(bounds)]
-    train_x = torch.cat([x for x, _ in clients])
-    finite = train_x[train_x.isfinite()].abs()  # a client with NaN in its data fails alone, in training
-    transform = Identity(max(float(finite.max()), 1e-6) if finite.numel() else 1.0)
-    train_y = torch.cat([y for _, y in clients])
-    return Federation(model, train_x, train_y, parts, *test, transform, client_formats(config, len(parts)))
+def from_tensors(config: Config, model: nn.Module, clients: Sequence[Any], test: Any) -> Federation:
+    """`from_task` of a model and data alone."""
+    return from_task(config, Task(model, clients, test))
+
+
+def from_task(config: Config, task: Task) -> Federation:
+    """A federation of your own; what does not fit together is said here, before anything is trained."""
+    if not isinstance(task.model, nn.Module):
+        raise ConfigError(f"model is a {type(task.model).__name__}; give an nn.Module, an instance and not its class")
+    if not any(p.requires_grad for p in task.model.parameters()):
+        raise ConfigError("no parameter of the model has requires_grad=True; there is nothing to train")
+    if not len(task.clients):
+        raise ConfigError("no clients were given; pass a list with the data of each client, e.g. (x, y)")
+    if task.transform is not None and not callable(task.transform):
+        raise ConfigError(f"transform is {task.transform!r}; give a function transform(batch, generator, train)")
+    with one_thread(), seeded(derive_seed(config.seed, "probe")):
+        clients = sources({f"client {k}": data for k, data in enumerate(task.clients)})
+        (test,) = sources({"the test set": task.test})
+        if not test.size:
+            raise ConfigError("the test set is empty; pass test=(x, y) with at least one example")
+        federation = Federation(
+            copy.deepcopy(task.model).cpu(),
+            clients,
+            test,
+            client_formats(config, len(clients)),
+            transform=task.transform or unchanged,
+            skip=task.skip,
+            piece=min(PIECE, 4 * config.local.batch_size),  # forward alone takes less memory than a training step
+        )
+        return _fitted(federation, task, federation.network(config).eval())
+
+
+def _fitted(federation: Federation, task: Task, model: nn.Module) -> Federation:
+    """With its loss and metric, and the ranges of the data; tried on the test set, which is the server's."""
+    try:
+        batch = next(federation.test_batches(0))
+        federation = replace(federation, objective=objective_for(task, model, batch))
+        if federation.objective.loss is CLASSIFICATION.loss:
+            _check_labels(federation, len(model(batch[0])[0]))
+        return replace(federation, ranges=_data_ranges(federation, model))
+    except Fedfp8Error:
+        raise
+    except Exception as error:
+        raise RunError(
+            f"loss and model cannot take a batch of the test set: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_labels(federation: Federation, classes: int) -> None:
+    """Of stored tensors; a Dataset's are checked as they come."""
+    for k, source in [*enumerate(federation.clients), (-1, federation.test)]:
+        if isinstance(source, Part):
+            who = f"client {k}" if k >= 0 else "the test set"
+            check_labels(who, source.data[1][torch.as_tensor(source.rows)], classes)
+
+
+def _data_ranges(federation: Federation, model: nn.Module) -> dict[str, float]:
+    """The largest input of each FP8 layer that sees the data itself, over some of the test set.
+
+    Other layers' inputs have ranges that are learned, from the first minibatch on. What a layer sees is measured, not
+    what is stored: token numbers, for one, become embeddings first.
+    """
+    found: dict[str, float] = {}
+
+    def watch(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0]
+        if not x.requires_grad:
+            seen = x[x.isfinite()].abs()
+            found[name] = max(found.get(name, 0.0), float(seen.max()) if seen.numel() else 0.0)
+
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, WeightedLayer)]
+    handles = [
+        module.register_forward_pre_hook(partial(watch, f"{name}.beta" if name else "beta")) for name, module in layers
+    ]
+    pieces = sorted({round(i * (federation.pieces - 1) / 7) for i in range(8)})  # spread: sorted by class, say
+    for batch in islice(chain.from_iterable(map(federation.test_batches, pieces)), 8):
+        check_loss(federation.objective.loss(model, batch))
+    for handle in handles:
+        handle.remove()
+    return {name: max(value, 1e-6) for name, value in found.items() if value > 0}
 
 
 def _subset(total: int, limit: int, seed: int, which: str) -> torch.Tensor | slice:

@@ -1,16 +1,15 @@
 """LocalUpdate (algorithm 1): what a client does with a model between receiving and sending it."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from numpy.typing import ArrayLike
 from torch import nn
-from torch.nn.functional import cross_entropy
 
+from fedfp8.errors import DataError
 from fedfp8.fl.config import Config, LocalConfig
+from fedfp8.fl.examples import Batch, leaves, minibatches
 from fedfp8.fl.federation import Federation
+from fedfp8.fl.repeatable import one_thread, seeded
 from fedfp8.nn import parameter_groups
 
 __all__ = ["learning_rate", "local_update", "minibatches", "one_thread"]
@@ -21,17 +20,6 @@ def learning_rate(config: Config, round: int) -> float:
     if config.local.schedule == "constant":
         return config.local.lr
     return config.local.lr * 0.5 * (1 + math.cos(math.pi * (round - 1) / config.round.count))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Sums come out the same whatever the number of cores: every engine trains and evaluates with one torch thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @one_thread()
@@ -45,33 +33,33 @@ def local_update(
         torch.optim.SGD(groups, momentum=local.momentum) if local.optimizer == "sgd" else torch.optim.AdamW(groups)
     )
     anchor = [(p, p.detach().clone()) for p in groups[0]["params"]] if local.prox else []
-    total, batches = 0.0, 0
-    for batch in minibatches(federation.parts[client], local, dice):
-        x = federation.transform(federation.train_x[batch], dice, local.augment)
-        optimizer.zero_grad(set_to_none=True)
-        loss = cross_entropy(model(x), federation.train_y[batch])
-        loss.backward()
-        for parameter, start in anchor:
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - start, alpha=local.prox)
-        if local.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
-        optimizer.step()
-        total, batches = total + loss.item(), batches + 1
-    return total / max(batches, 1)
+    total, steps = 0.0, 0
+    with seeded(dice.initial_seed()):  # dropout, and what a user's own data draws
+        for batch in federation.batches(client, local, dice):
+            optimizer.zero_grad(set_to_none=True)
+            loss = federation.objective.loss(model, batch)
+            loss.backward()
+            for parameter, start in anchor:
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach() - start, alpha=local.prox)
+            if local.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
+            optimizer.step()
+            total, steps = total + loss.item(), steps + 1
+            if not math.isfinite(total):
+                raise DataError(_why(loss.item(), steps, batch))
+    return total / max(steps, 1)
+
+
+def _why(loss: float, step: int, batch: Batch) -> str:
+    """The cause of a loss that is no number."""
+    what = f"the loss is {loss} in step {step}"
+    if any(not bool(t.isfinite().all()) for t in leaves(batch) if t.is_floating_point()):
+        return f"{what}: the client's data holds NaN or Inf"
+    return (
+        f"{what}, though its batch holds neither NaN nor Inf: training diverged; lower local.lr or set local.clip_norm"
+    )
 
 
 def _range_rate(local: LocalConfig, rate: float) -> float | None:
     return rate * local.range_lr / local.lr if local.range_lr else None
-
-
-def minibatches(part: ArrayLike, local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
-    """Shuffled minibatches of a client's examples: `epochs` passes, or `steps` batches."""
-    indices = torch.as_tensor(part)
-    done = 0
-    for _ in range(local.epochs or local.steps):
-        for batch in indices[torch.randperm(len(indices), generator=dice)].split(local.batch_size):
-            yield batch
-            done += 1
-            if local.steps and done == local.steps:
-                return

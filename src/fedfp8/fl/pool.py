@@ -7,9 +7,12 @@ job that kills two workers is given up and reported as that client's failure.
 
 import multiprocessing.connection
 import multiprocessing.resource_tracker
+import os
+import pickle
 import signal
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,11 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from fedfp8.errors import RunError
+from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.client import Client, Reply, Task
 from fedfp8.fl.config import Config
-from fedfp8.fl.evaluate import PIECE, evaluate_piece
+from fedfp8.fl.evaluate import evaluate_piece
+from fedfp8.fl.examples import Items, Loader, Stream
 from fedfp8.fl.federation import Federation
 from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.wires import wire_for
@@ -29,9 +33,14 @@ from fedfp8.link.store import read_state
 from fedfp8.model.state import State
 from fedfp8.nn import load_state
 
-__all__ = ["Evaluation", "Pool"]
+__all__ = ["Evaluation", "Pool", "refuse_in_worker"]
 
 ATTEMPTS = 2
+UNGUARDED = 113  # exit code of a worker that found fedfp8.run at the top level of the script it imports
+GUARD = (
+    "worker processes import the script that starts the run, and this one calls fedfp8 again as it is imported; put "
+    'the call under `if __name__ == "__main__":`, or train in this process with workers=0'
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,13 @@ class Failure:
     """Why an evaluation has no result."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """The first word of a worker; `error` says why it cannot work."""
+
+    error: str = ""
 
 
 Job = Task | Evaluation
@@ -79,46 +95,85 @@ class Executor:
             entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place
         )
 
-    def evaluate(self, job: Evaluation) -> tuple[int, float, int]:
+    def evaluate(self, job: Evaluation) -> tuple[float, float, float, int]:
         if self.loaded != job.model:
             load_state(self.network, read_state(job.path))
             self.loaded = job.model
         return evaluate_piece(self.network, self.client.federation, job.piece)
 
 
-def _worker(connection: Any, config: Config, federation: Federation, folder: Path) -> None:
+def _worker(connection: Any, config: Config, federation: Federation, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
-    executor = Executor(config, federation, folder)
     try:
+        try:
+            executor = Executor(config, federation.to(device), folder)
+        except Exception as error:
+            connection.send(Started(f"{type(error).__name__}: {error}"))
+            return
+        connection.send(Started())
         while (job := connection.recv()) is not None:
             connection.send(executor(job))
     except (EOFError, OSError):  # the server is gone
         return
 
 
+def refuse_in_worker() -> None:
+    """Ends a worker process that is still importing the user's script, and finds it starting a run."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(UNGUARDED)
+
+
+def check_importable(federation: Federation) -> None:
+    """Workers import what they are given: nothing of it may live in a notebook or an interactive session."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is not None and os.path.exists(file):
+        return
+    given: list[Any] = [federation.objective.loss, federation.objective.metric.function, federation.transform]
+    given += [type(module) for module in federation.model.modules()]
+    for source in (*federation.clients, federation.test):
+        data = source.dataset if isinstance(source, Items) else source.function if isinstance(source, Stream) else None
+        data = data.loader.dataset if isinstance(data, Loader) else data
+        given += [data, type(data)]
+    for thing in given:
+        if getattr(thing, "__module__", "") == "__main__":
+            name = getattr(thing, "__qualname__", type(thing).__name__)
+            raise ConfigError(
+                f"{name} is defined in a notebook or an interactive session, which worker processes cannot import; "
+                "move it to a .py file and import it from there, or train in this process with workers=0"
+            )
+
+
 class Pool:
     """`workers` processes, or with 0 this very process (same results, nothing to start)."""
 
-    def __init__(self, config: Config, federation: Federation, folder: Path, workers: int) -> None:
-        self.federation, self.workers = federation, workers
+    def __init__(
+        self, config: Config, federation: Federation, folder: Path, workers: int, devices: Sequence[str] = ("cpu",)
+    ) -> None:
+        self.federation, self.workers, self.devices = federation, workers, devices
         self.notes: list[str] = []  # what went wrong with workers, for the round's record
-        self._inline = Executor(config, federation, folder) if workers == 0 else None
+        self._inline = Executor(config, federation.to(devices[0]), folder) if workers == 0 else None
+        if workers:
+            check_importable(federation)
         self._arguments = (config, federation.share() if workers else federation, folder)
-        self._processes: list[Any] = [self._start() for _ in range(workers)]
+        self._started: set[int] = set()  # workers that have said so
+        self._processes: list[Any] = [self._start(worker) for worker in range(workers)]
 
     def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         """Replies in the order of the tasks."""
         return self._map(tasks)
 
     def evaluate(self, path: Path, model: bytes) -> tuple[float, float]:
-        """(accuracy, mean loss) on the test set of the model in `path`, whose fingerprint is `model`."""
-        pieces = -(-len(self.federation.test_y) // PIECE)
-        results = list(self._map(Evaluation(path, model, piece) for piece in range(pieces)))
+        """(metric, mean loss) on the test set of the model in `path`, whose fingerprint is `model`."""
+        results = list(self._map(Evaluation(path, model, piece) for piece in range(self.federation.pieces)))
         if failures := [result for result in results if isinstance(result, Failure)]:
             raise RunError(f"the model cannot be evaluated on the test set: {failures[0].reason}")
-        correct, loss, examples = (sum(column) for column in zip(*results, strict=True))
-        return correct / examples, loss / examples
+        value, weight, loss, examples = (sum(column) for column in zip(*results, strict=True))
+        if not weight > 0:
+            raise RunError(
+                f"the weights of the metric {self.federation.objective.metric.name} sum to {weight}, not above 0"
+            )
+        return value / weight, loss / examples
 
     def close(self) -> None:
         for process, connection in self._processes:
@@ -138,10 +193,12 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> tuple[Any, Any]:
+    def _start(self, worker: int) -> tuple[Any, Any]:
         context = torch.multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(theirs, *self._arguments), daemon=True)
+        arguments = (theirs, *self._arguments, self.devices[worker % len(self.devices)])
+        process = context.Process(target=_worker, args=arguments, daemon=True)
+        self._started.discard(worker)
         # Ctrl-C on a terminal reaches all processes. It is the server's to handle: it finishes the round. Blocked from
         # the start, because importing torch takes a worker seconds in which it could not ignore it yet. (The tracker's
         # own start would unblock it, so that comes first.)
@@ -149,6 +206,11 @@ class Pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"worker processes cannot be given this run: {error}. Define loss, metric, transform, skip and the "
+                "clients' functions at the top level of a module (no lambda), or train in this process with workers=0"
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
@@ -206,7 +268,14 @@ class Pool:
         for worker in sorted(ready):
             index, job, attempt = running.pop(worker)
             try:
-                finished[index] = self._processes[worker][1].recv()
+                result = self._processes[worker][1].recv()
+                if isinstance(result, Started):
+                    if result.error:
+                        raise RunError(f"worker {worker} cannot start: {result.error}")
+                    self._started.add(worker)
+                    running[worker] = index, job, attempt
+                else:
+                    finished[index] = result
             except (EOFError, OSError):
                 result = self._replace(worker, job, attempt)
                 if result is None:
@@ -219,13 +288,16 @@ class Pool:
         process, connection = self._processes[worker]
         process.join()
         connection.close()
+        if worker not in self._started and process.exitcode > 0:  # not killed from outside
+            early = f"worker {worker} ended (exit code {process.exitcode}) before it could start; see what it printed"
+            raise RunError(GUARD if process.exitcode == UNGUARDED else early)
         what = f"client {job.client}" if isinstance(job, Task) else "evaluation"
         again = attempt < ATTEMPTS
         self.notes.append(
             f"worker {worker} died (exit code {process.exitcode}) during {what}; restarted"
             + (", its work is done again" if again else ", given up after two workers")
         )
-        self._processes[worker] = self._start()
+        self._processes[worker] = self._start(worker)
         if again:
             return None
         if isinstance(job, Evaluation):

@@ -43,7 +43,8 @@ def _paper_cells() -> dict[str, dict[str, Any]]:
     return cells
 
 
-PRESETS: dict[str, dict[str, Any]] = {"digits": DIGITS} | _paper_cells()
+# "own": model, clients and test set are the caller's (fedfp8.run(config, model=...), or --task)
+PRESETS: dict[str, dict[str, Any]] = {"digits": DIGITS} | _paper_cells() | {"own": {}}
 
 
 def preset(name: str = "digits", method: str = "uq", **settings: Any) -> Config:

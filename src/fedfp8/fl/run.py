@@ -1,6 +1,8 @@
 """A whole run: rounds, evaluation, records, checkpoints. `fedfp8.run` and `fedfp8 run` end up here."""
 
 import contextlib
+import copy
+import math
 import os
 import signal
 import sys
@@ -8,25 +10,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.config import Config
-from fedfp8.fl.federation import FP32, Examples, Federation, build, from_tensors
-from fedfp8.fl.pool import Pool
-from fedfp8.fl.simulate import Record, Server, Workers, cohort_size, run_round
+from fedfp8.fl.config import Config, cohort_size
+from fedfp8.fl.devices import devices_of
+from fedfp8.fl.federation import FP32, Federation, build, from_task
+from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
+from fedfp8.fl.pool import Pool, refuse_in_worker
+from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
+from fedfp8.fl.task import OWN, Loss, Metric, Score, Task, own_config, task_of
 from fedfp8.fl.wires import server_link, wire_for
 from fedfp8.link import ServerLink
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.link.store import write_atomic, write_state
-from fedfp8.model.state import State, dequantize_state
+from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.nn import state_of
+from fedfp8.wire import encode
 
 __all__ = ["History", "execute", "resume", "run"]
 
@@ -41,18 +48,41 @@ class History:
     summary: dict[str, Any]
     state: State
     folder: Path | None
+    start: nn.Module = field(repr=False)  # the float model that the run began with
+
+    @property
+    def metric(self) -> float:
+        """The metric of the last evaluated round; its name and direction are in ``summary["metric"]``."""
+        return float(self.summary["metric"]["value"])
 
     @property
     def accuracy(self) -> float:
+        if "accuracy" not in self.summary:
+            raise RunError(f"this run reports {self.summary['metric']['name']}, not accuracy; use history.metric")
         return float(self.summary["accuracy"])
+
+    def model(self) -> nn.Module:
+        """The trained model as plain layers with float weights, in the class it was given in."""
+        model = copy.deepcopy(self.start)
+        with torch.no_grad():
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                if name in self.state:
+                    tensor.copy_(self.state[name])
+        return model.eval()
 
 
 def run(
     config: Config,
     *,
     model: nn.Module | None = None,
-    clients: Sequence[Examples] | None = None,
-    test: Examples | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | Score | None = None,
+    transform: Callable[..., Any] | None = None,
+    skip: Any = (),
+    name: str = "",
+    device: str | torch.device | None = None,
     out: str | os.PathLike[str] | None = None,
     workers: int = 0,
     overwrite: bool = False,
@@ -61,43 +91,99 @@ def run(
     """Run a federation and return its history.
 
     Without `model`, `clients` and `test` everything follows from the config (data set, partition, network). With them
-    the run is on your own: a float ``nn.Module``, a list with (x, y) of every client, and (x, y) to test on.
+    the task is your own, and docs/guides/own-task.md tells more:
 
+    model: a float ``nn.Module``; parameters with ``requires_grad=False`` stay as they are and are not sent.
+    clients, test: for each client, and to test on, a pair (x, y) of tensors or arrays (or any nest of them), a torch
+    ``Dataset``, or a function that gives an iterable of batches, one pass a call.
+    loss: ``loss(model, batch)``, one number to minimise. metric: ``metric(model, batch) -> (value, weight)``, or a
+    `fedfp8.Metric` that gives it a name and a direction. For (x, class number) and class scores the defaults are
+    cross-entropy and accuracy; a metric that is not given is the loss.
+    transform: ``transform(batch, generator, train) -> batch``. skip: layers that stay float, as in `prepare`.
+    name: what tables and plots call the run.
+
+    device: "cpu" (default), "auto", "cuda", "mps", or several such as "cuda:0,cuda:1" that workers are spread over.
     workers: processes that train clients; 0 trains in this process. Results do not depend on it. With workers, a script
     needs the usual ``if __name__ == "__main__":``. out: run folder (records, checkpoint); None keeps nothing.
+    on_round: is called with the record of every round, as in history.jsonl, after it was saved.
     """
-    federation = _federation(config, model, clients, test)
+    refuse_in_worker()
+    task = _task(model, clients, test, loss=loss, metric=metric, transform=transform, skip=skip, name=name)
+    devices = devices_of(device)
+    config, federation = _federation(config if task or not name else replace(config, name=name), task)
     with contextlib.ExitStack() as stack:
         path = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = stack.enter_context(RunFolder.create(path, config, overwrite=overwrite))
-        history = execute(folder, federation, workers, on_round)
-        return history if out is not None else History(history.rounds, history.summary, history.state, None)
+        history = execute(folder, federation, workers, on_round, devices=devices)
+        return history if out is not None else replace(history, folder=None)
 
 
 def resume(
     out: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
-    clients: Sequence[Examples] | None = None,
-    test: Examples | None = None,
+    clients: Sequence[Any] | None = None,
+    test: Any = None,
+    loss: Loss | None = None,
+    metric: Metric | Score | None = None,
+    transform: Callable[..., Any] | None = None,
+    skip: Any = (),
+    device: str | torch.device | None = None,
     workers: int = 0,
     on_round: OnRound | None = None,
 ) -> History:
-    """Continue an interrupted run to the same bytes as one that was never interrupted."""
+    """Continue an interrupted run to the same bytes as one that was never interrupted.
+
+    A run on your own model and data needs them again.
+    """
+    refuse_in_worker()
+    task = _task(model, clients, test, loss=loss, metric=metric, transform=transform, skip=skip)
+    devices = devices_of(device)
     with RunFolder.open(Path(out)) as folder:
-        return execute(folder, _federation(folder.config, model, clients, test), workers, on_round)
+        return execute(folder, _same_federation(folder, task), workers, on_round, devices=devices)
 
 
-def _federation(
-    config: Config, model: nn.Module | None, clients: Sequence[Examples] | None, test: Examples | None
-) -> Federation:
-    if model is None and clients is None and test is None:
+def _same_federation(folder: RunFolder, task: Task | None) -> Federation:
+    """The federation of a run that is in `folder`; refused if what is given is not what it was begun with."""
+    config = folder.config
+    if config.preset != OWN:
+        if task is not None:
+            raise RunError(f"{folder.path} is a run of the preset {config.preset!r}; resume it without model and data")
         return build(config)
-    if model is None or clients is None or test is None:
+    if task is None and not config.task:
+        raise RunError(
+            f"{folder.path} is a run on the caller's own model and data, which are not in the folder; resume it with "
+            "fedfp8.fl.resume(out, model=..., clients=..., test=..., and loss, metric, ... as it was begun)"
+        )
+    task = task or task_of(config)
+    given, known = (type(task.model).__name__, len(task.clients)), (config.model.name, config.clients.count)
+    if given != known:
+        raise RunError(
+            f"{folder.path} is a run of {known[0]} with {known[1]} clients; {given[0]} with {given[1]} was given to "
+            "resume it"
+        )
+    return from_task(config, task)
+
+
+def _task(model: nn.Module | None, clients: Sequence[Any] | None, test: Any, **rest: Any) -> Task | None:
+    if model is not None and clients is not None and test is not None:
+        return Task(model, clients, test, **rest)
+    own = [key for key, value in rest.items() if key != "name" and value is not None and value != ()]
+    if model is not None or clients is not None or test is not None or own:
         raise ConfigError(
             "model, clients and test belong together: give all three, or none to use the config's data set"
+            + (f" (without {', '.join(own)})" if own else "")
         )
-    return from_tensors(config, model, clients, test)
+    return None
+
+
+def _federation(config: Config, task: Task | None) -> tuple[Config, Federation]:
+    """The config as it is recorded, and its federation."""
+    if task is None and config.preset != OWN:
+        return config, build(config)
+    task = task or task_of(config)
+    config = own_config(config, task)
+    return config, from_task(config, task)
 
 
 def execute(
@@ -107,6 +193,7 @@ def execute(
     on_round: OnRound | None = None,
     *,
     trainers: Callable[[ServerLink], Workers] | None = None,
+    devices: Sequence[str] = ("cpu",),
 ) -> History:
     """Run the rounds that are still to do. Clients train in the pool that evaluates, or with `trainers` (Flower)."""
     config = folder.config
@@ -114,24 +201,48 @@ def execute(
     link = server_link(config, federation, initial, folder.models)
     server = _saved(folder, initial, link)
     if server is not None and server.round >= config.round.count:
-        return _finish(folder, config, server)
-    with Pool(config, federation, folder.models, workers) as pool, _interruptible() as stop:
+        return _finish(folder, federation, server)
+    with Pool(config, federation, folder.models, workers, devices) as pool, _interruptible() as stop:
         clients = pool if trainers is None else trainers(link)
+        clients = keep_payloads(clients, folder.path, config.round.keep_payloads)
         if server is None:
             server = Server(0, initial)
             line = _line(folder, config, pool, server, link, Record(0, [], notes=notes), 0, time.perf_counter())
+            _check_start(line)
+            if link.start is not None:
+                line["start_bytes"] = _start_bytes(config, pool, initial)
             _commit(folder, server, link, line, on_round)
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
             begin = time.perf_counter()
             server, record = run_round(server, config, federation, clients, link)
-            for source in {id(w): w for w in (pool, clients)}.values():
-                record.notes += source.notes
-                source.notes.clear()
+            for notes in {id(w.notes): w.notes for w in (pool, clients)}.values():
+                record.notes += notes
+                notes.clear()
+            _check_first(record)
             line = _line(folder, config, pool, server, link, record, total, begin)
             total = line["bytes_total"]
             _commit(folder, server, link, line, on_round)
-    return _finish(folder, config, server)
+    return _finish(folder, federation, server)
+
+
+def _check_start(line: dict[str, Any]) -> None:
+    """An untrained model has a loss and a metric, unless the test set is damaged."""
+    for name, value in ((line["metric"]["name"], line["metric"]["value"]), ("loss", line["loss"])):
+        if not math.isfinite(value):
+            raise RunError(
+                f"the {name} of the untrained model is {value} on the test set; look for NaN or Inf in the test set, "
+                "in the initial weights, or in the function that computes it"
+            )
+
+
+def _check_first(record: Record) -> None:
+    """If no client can train at all, the cause is the task and not a client."""
+    if record.round == 1 and len(record.rejected) == len(record.clients):
+        reasons = "; ".join(f"client {r['client']}: {r['reason']}" for r in record.rejected[:3])
+        raise RunError(
+            f"all {len(record.clients)} clients of the first round were rejected, so the run stops. {reasons}"
+        )
 
 
 def _saved(folder: RunFolder, initial: State, link: ServerLink) -> Server | None:
@@ -147,21 +258,22 @@ def _saved(folder: RunFolder, initial: State, link: ServerLink) -> Server | None
 
 def _left_out(config: Config, federation: Federation) -> list[str]:
     """Says once which clients never take part; raises if none can."""
-    few = len(federation.parts) - len(federation.eligible(config))
-    if few == len(federation.parts):
+    few = len(federation.clients) - len(federation.eligible(config))
+    if few == len(federation.clients):
         raise RunError(
             f"none of the {few} clients has clients.min_examples={config.clients.min_examples} examples; lower it, or "
             "use fewer clients"
         )
-    few_of = f"{few} of {len(federation.parts)} clients"
+    few_of = f"{few} of {len(federation.clients)} clients"
     return [f"{few_of} have fewer than {config.clients.min_examples} examples and never take part"] if few else []
 
 
-def _finish(folder: RunFolder, config: Config, server: Server) -> History:
+def _finish(folder: RunFolder, federation: Federation, server: Server) -> History:
     history = folder.history()
-    summary = summarize(history, config, server.state)
+    summary = summarize(history, folder.config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
-    return History(history, summary.values, server.state, folder.path)
+    write_tensors(folder.path / "payloads", message_layouts(folder.config, server.state.layout))
+    return History(history, summary.values, server.state, folder.path, federation.model)
 
 
 def _commit(
@@ -199,18 +311,32 @@ def _line(
     return line
 
 
-def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> dict[str, float]:
+def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> dict[str, Any]:
     write_state(folder.model_path, server.state, sync=False)
-    accuracy, loss = pool.evaluate(folder.model_path, server.state.fingerprint)
-    result = {"accuracy": accuracy, "loss": loss}
+    value, loss = pool.evaluate(folder.model_path, server.state.fingerprint)
+    metric = pool.federation.objective.metric
+    found = {"name": metric.name, "value": value, "higher_is_better": metric.higher_is_better}
     if config.round.eval_sent and config.down.rounding != "none":
-        cohort = cohort_size(config, len(pool.federation.eligible(config)))
-        wire = wire_for(config, config.qat.format if config.prepared else FP32)
-        entry = Entry(server.round + 1, b"", cohort, wire.places(cohort))
-        sent = dequantize_state(quantize_down(server.state, entry, wire, 0, config.seed))
+        sent = dequantize_state(_sent_next(config, pool, server.round, server.state))
         write_state(folder.model_path, sent, sync=False)
-        result["accuracy_sent"] = pool.evaluate(folder.model_path, sent.fingerprint)[0]
+        found["sent"] = pool.evaluate(folder.model_path, sent.fingerprint)[0]
+    result = {"metric": found, "loss": loss}
+    if metric.name == "accuracy":
+        result |= {"accuracy": value} | ({"accuracy_sent": found["sent"]} if "sent" in found else {})
     return result
+
+
+def _sent_next(config: Config, pool: Pool, round: int, state: State) -> QuantState:
+    """The server's model as it goes to the first place of the next round."""
+    cohort = cohort_size(config, len(pool.federation.eligible(config)))
+    wire = wire_for(config, config.qat.format if config.prepared else FP32)
+    entry = Entry(round + 1, b"", cohort, wire.places(cohort))
+    return quantize_down(state, entry, wire, 0, config.seed)
+
+
+def _start_bytes(config: Config, pool: Pool, initial: State) -> int:
+    """What a client that could not build the initial model would have to be sent instead."""
+    return len(encode(_sent_next(config, pool, 0, initial)))
 
 
 @contextlib.contextmanager

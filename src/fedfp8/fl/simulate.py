@@ -14,7 +14,7 @@ import torch
 from fedfp8.errors import Fedfp8Error, RunError
 from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.client import Reply, Task
-from fedfp8.fl.config import Config
+from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.federation import Federation
 from fedfp8.fl.server_opt import server_optimize
 from fedfp8.link import ServerLink
@@ -22,7 +22,7 @@ from fedfp8.model.state import State
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import CHECKSUM
 
-__all__ = ["Record", "Server", "Workers", "cohort_size", "run_round", "sample", "server_step"]
+__all__ = ["Record", "Server", "Workers", "run_round", "sample", "server_step"]
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,6 @@ def run_round(
 
 def _digest() -> "hashlib.blake2b":
     return hashlib.blake2b(digest_size=8)
-
-
-def cohort_size(config: Config, eligible: int) -> int:
-    """How many of the eligible clients take part in a round."""
-    return min(max(1, int(config.clients.fraction * eligible + 0.5)), eligible)
 
 
 def sample(config: Config, eligible: list[int], round: int) -> list[int]:

@@ -11,6 +11,7 @@ from fedfp8.fp8.quantize import (
     undither,
 )
 from fedfp8.fp8.ste import fake_quantize
+from fedfp8.fp8.strides import use_kernels
 
 __all__ = [
     "E3M4",
@@ -26,4 +27,5 @@ __all__ = [
     "squared_error",
     "to_codes",
     "undither",
+    "use_kernels",
 ]

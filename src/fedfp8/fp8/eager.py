@@ -3,12 +3,20 @@
 Every function takes a flat float32 tensor on any device. Each line is one IEEE operation of the kernel, in its order.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 
 from fedfp8.fp8.grid import Grid
 from fedfp8.fp8.parallel import WEYL, Keys
 
 __all__ = ["centred", "dice", "dither", "from_codes", "quantize", "squared_error", "to_codes", "undither"]
+
+
+def _number(x: Any) -> Any:
+    """A numpy number as Python's; a tensor (`anydevice`) as it is."""
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def _wrap(x: torch.Tensor) -> torch.Tensor:
@@ -20,10 +28,10 @@ def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
 
     A third key is the turn of `dither`.
     """
-    h = _wrap(torch.arange(n, dtype=torch.int64, device=device) * WEYL + int(keys[0]))
+    h = _wrap(torch.arange(n, dtype=torch.int64, device=device) * WEYL + _number(keys[0]))
     h = _wrap((h ^ (h >> 16)) * 0x7FEB352D)
-    h = _wrap((h ^ (h >> 15) ^ int(keys[1])) * 0x846CA68B)
-    return _wrap(h + sum(int(turn) for turn in keys[2:])).to(torch.int32)
+    h = _wrap((h ^ (h >> 15) ^ _number(keys[1])) * 0x846CA68B)
+    return _wrap(h + sum(_number(turn) for turn in keys[2:])).to(torch.int32)
 
 
 def dice(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
@@ -37,7 +45,7 @@ def _binade(y: torch.Tensor, g: Grid) -> torch.Tensor:
 
 
 def _to_standard(x: torch.Tensor, g: Grid) -> torch.Tensor:
-    return (x * float(g.scale_in)).clamp(-float(g.top), float(g.top))
+    return (x * _number(g.scale_in)).clamp(-float(g.top), float(g.top))
 
 
 def _round(x: torch.Tensor, g: Grid, keys: Keys | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,7 +59,7 @@ def _round(x: torch.Tensor, g: Grid, keys: Keys | None) -> tuple[torch.Tensor, t
 
 def quantize(x: torch.Tensor, g: Grid, keys: Keys | None) -> torch.Tensor:
     y, _, c = _round(x, g, keys)
-    return ((y + c) - c) * float(g.scale_out)
+    return ((y + c) - c) * _number(g.scale_out)
 
 
 def to_codes(x: torch.Tensor, g: Grid, keys: Keys | None) -> torch.Tensor:

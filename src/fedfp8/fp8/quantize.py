@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedfp8.errors import QuantizationError
-from fedfp8.fp8 import eager
+from fedfp8.fp8 import anydevice, eager
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
 from fedfp8.fp8.parallel import Keys, dice_keys, dither_keys, run
@@ -43,7 +43,7 @@ def quantize(
     grid, keys = grid_for(alpha, format, name), rounding_keys(rounding, seed, name)
     if not has_kernel(x):
         ordered, restore = flat(x)
-        return restore(eager.quantize(ordered.float(), grid, keys).to(x.dtype))
+        return restore(anydevice.quantize(ordered.float(), grid, keys).to(x.dtype))
     from fedfp8.fp8 import kernels
 
     constants = (grid.scale_in, grid.scale_out, grid.top, grid.lowest, grid.magic)
@@ -97,7 +97,7 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
             f"{_called('codes', name)} hold {int(codes.max())}; codes of {format.name} go from 0 to "
             f"{2**format.bits - 1}: was another format used?"
         )
-    if codes.device.type != "cpu":
+    if not has_kernel(codes, torch.uint8):
         ordered, restore = flat(codes)
         return restore(eager.from_codes(ordered, grid))
     from fedfp8.fp8 import kernels
@@ -151,7 +151,7 @@ def undither(
             f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns"
         )
     step, keys = _step_value(step, name), dither_keys(seed, place, strata)
-    if k.device.type != "cpu":
+    if not has_kernel(k, torch.int32):
         ordered, restore = flat(k)
         return restore(eager.undither(ordered, step, keys))
     from fedfp8.fp8 import kernels

@@ -5,6 +5,10 @@
 
 The tie is no corner case: alpha starts at max|w|, so every tensor has such an element at step 0. The backward pass is
 one pass over (x, upstream gradient) that recomputes q; nothing but x is saved.
+
+Two ways lead here, to the same functions. Plain eager code takes an `autograd.Function`, which costs the least per
+call. A graph (`torch.compile`, `torch.export`, the meta device) holds the operators ``torch.ops.fedfp8.fake_quantize``
+and ``fake_quantize_backward``: alpha is a tensor there, read when the graph runs.
 """
 
 import math
@@ -13,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedfp8.errors import QuantizationError
+from fedfp8.fp8 import anydevice
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import alpha_value, grid_for
-from fedfp8.fp8.parallel import dice_keys, run
-from fedfp8.fp8.quantize import Alpha, quantize
-from fedfp8.fp8.strides import memory_order
+from fedfp8.fp8.parallel import run
+from fedfp8.fp8.quantize import Alpha, quantize, rounding_keys
+from fedfp8.fp8.strides import flat, has_kernel, memory_order
 
-__all__ = ["fake_quantize"]
+__all__ = ["fake_quantize", "gradients", "in_graph", "like"]
 
 
 def fake_quantize(
@@ -32,12 +36,23 @@ def fake_quantize(
     seed: int | None = None,
 ) -> torch.Tensor:
     """``quantize(x, alpha, ...)``, differentiable in x and (if it is a tensor) in alpha."""
+    if in_graph(x):
+        rounding_keys(rounding, seed, None)
+        alpha = alpha if isinstance(alpha, torch.Tensor) else x.new_full((), alpha, dtype=torch.float32)
+        seed = None if rounding == "nearest" else seed
+        node: torch.Tensor = torch.ops.fedfp8.fake_quantize(x, alpha, format.exponent_bits, format.mantissa_bits, seed)
+        return node
     if not torch.is_grad_enabled() or not (
         x.requires_grad or (isinstance(alpha, torch.Tensor) and alpha.requires_grad)
     ):
         return quantize(x, alpha, format, rounding=rounding, seed=seed)
     out: torch.Tensor = _FakeQuantize.apply(x, alpha, format, rounding, seed)
     return out
+
+
+def in_graph(x: torch.Tensor) -> bool:
+    """Whether x is, or may be, without values: while `torch.compile` or `torch.export` trace, or on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -53,19 +68,78 @@ class _FakeQuantize(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, alpha = ctx.saved_tensors
-        gx, galpha = _gradients(x, g, ctx.alpha, ctx.format, ctx.rounding, ctx.seed)
-        if alpha is not None:
-            return gx, torch.full_like(alpha, galpha), None, None, None
-        return gx, None, None, None, None
+        gx, galpha = gradients(x, g, ctx.alpha, ctx.format, ctx.rounding, ctx.seed)
+        return gx, None if alpha is None else like(alpha, galpha), None, None, None
 
 
-def _gradients(
+# Defined with a schema and not with `custom_op`, whose wrapper costs three times as much per call.
+_TAG = (torch.Tag.pt2_compliant_tag,)
+_CONSTANTS = "int exponent_bits, int mantissa_bits, int? seed"
+torch.library.define("fedfp8::fake_quantize", f"(Tensor x, Tensor alpha, {_CONSTANTS}) -> Tensor", tags=_TAG)
+torch.library.define(
+    "fedfp8::fake_quantize_backward", f"(Tensor g, Tensor x, Tensor alpha, {_CONSTANTS}) -> (Tensor, Tensor)", tags=_TAG
+)
+
+
+@torch.library.impl("fedfp8::fake_quantize", "default")
+def _operator(
+    x: torch.Tensor, alpha: torch.Tensor, exponent_bits: int, mantissa_bits: int, seed: int | None
+) -> torch.Tensor:
+    """Nearest rounding, or stochastic with a seed. An alpha of 0.0 is a range that is not set: x as it is."""
+    value = alpha.item()
+    if value == 0.0:
+        return x.clone()
+    return quantize(x, value, Format(exponent_bits, mantissa_bits), rounding=_rounding(seed), seed=seed)
+
+
+@torch.library.impl("fedfp8::fake_quantize_backward", "default")
+def _operator_backward(
+    g: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, exponent_bits: int, mantissa_bits: int, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    value = alpha.item()
+    gx: torch.Tensor = g
+    galpha: float | torch.Tensor = 0.0
+    if value != 0.0:
+        gx, galpha = gradients(x, g, value, Format(exponent_bits, mantissa_bits), _rounding(seed), seed)
+    return torch.empty_like(x).copy_(gx), like(alpha, galpha)
+
+
+def _rounding(seed: int | None) -> str:
+    return "nearest" if seed is None else "stochastic"
+
+
+@torch.library.register_fake("fedfp8::fake_quantize")
+def _(x: torch.Tensor, alpha: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("fedfp8::fake_quantize_backward")
+def _(g: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(alpha)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, alpha, *ctx.rest = inputs
+    ctx.save_for_backward(x, alpha)
+
+
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    gx, galpha = torch.ops.fedfp8.fake_quantize_backward(g, *ctx.saved_tensors, *ctx.rest)
+    return gx, galpha, None, None, None
+
+
+torch.library.register_autograd("fedfp8::fake_quantize", _backward, setup_context=_save)
+
+
+def gradients(
     x: torch.Tensor, g: torch.Tensor, alpha: float, format: Format, rounding: str, seed: int | None
-) -> tuple[torch.Tensor, float]:
+) -> tuple[torch.Tensor, float | torch.Tensor]:
     """dL/dx and dL/dalpha from the upstream gradient g."""
-    fused = x.device.type == "cpu" and x.dtype == torch.float32 and g.dtype == torch.float32
-    if not fused or (rounding == "stochastic" and not x.is_contiguous()):
-        return _gradients_eager(x, g, alpha, format, rounding, seed)
+    c, keys = grid_for(alpha, format), rounding_keys(rounding, seed, None)
+    if not (has_kernel(x) and has_kernel(g)) or (keys is not None and not x.is_contiguous()):
+        ordered, restore = flat(x)
+        gx, galpha = anydevice.gradients(ordered, g.reshape(-1), c, keys)
+        return restore(gx), galpha
     from fedfp8.fp8 import kernels
 
     by_stride = memory_order(x)
@@ -73,32 +147,16 @@ def _gradients(
     gx = torch.empty_like(xs)
     partial = np.zeros(-(-xs.numel() // kernels.CHUNK))
     arrays = (xs.detach().view(-1).numpy(), gs.view(-1).numpy(), gx.view(-1).numpy())
-    c = grid_for(alpha, format)
     constants = (c.alpha, c.scale_in, c.scale_out, c.top, c.lowest, c.magic)
-    if rounding == "nearest":
+    if keys is None:
         run(kernels.fake_quantize_backward, arrays, constants, None, partial, kernels.CHUNK)
-    elif seed is not None:
-        keys = dice_keys(seed)
-        run(
-            kernels.fake_quantize_backward_stochastic,
-            arrays,
-            (*constants, c.spread),
-            keys,
-            partial,
-            kernels.CHUNK,
-        )
     else:
-        raise QuantizationError("stochastic rounding needs a seed")
+        kernel = kernels.fake_quantize_backward_stochastic
+        run(kernel, arrays, (*constants, c.spread), keys, partial, kernels.CHUNK)
     inverse = [by_stride.index(d) for d in range(x.dim())]
     return gx.permute(inverse), math.fsum(partial)
 
 
-def _gradients_eager(
-    x: torch.Tensor, g: torch.Tensor, alpha: float, format: Format, rounding: str, seed: int | None
-) -> tuple[torch.Tensor, float]:
-    q = quantize(x, alpha, format, rounding=rounding, seed=seed)
-    keep = 0.5 * (x.abs() < alpha).to(g.dtype) + 0.5 * (x.abs() <= alpha).to(g.dtype)
-    error = (q - x.clamp(-alpha, alpha)).double()  # clipped: Inf counts as outside, NaN stays NaN
-    inside = (g.double() * error * (x.abs() < alpha)).sum() / alpha
-    outside = (g * (1 - keep) * x.sign()).double().sum()
-    return g * keep, float(inside + outside)
+def like(alpha: torch.Tensor, g: float | torch.Tensor) -> torch.Tensor:
+    """A gradient of alpha's shape, dtype and device."""
+    return g.to(alpha).view(alpha.shape) if isinstance(g, torch.Tensor) else torch.full_like(alpha, g)

@@ -1,20 +1,54 @@
-"""From a tensor of any shape and strides to the flat arrays of a kernel, and back to a tensor like it."""
+"""From a tensor of any shape and strides to the flat arrays of a kernel, and back to a tensor like it.
 
-from collections.abc import Callable
+Here too: whether there is a kernel at all. The environment variable FEDFP8_KERNELS, or `use_kernels` in a program,
+sends CPU tensors the way of other devices: "0" in plain torch operations, "compiled" in fused ones, as a GPU would.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedfp8.errors import QuantizationError
 from fedfp8.fp8.parallel import Keys, run
 
-__all__ = ["flat", "has_kernel", "memory_order", "through"]
+__all__ = ["flat", "has_kernel", "memory_order", "setting", "through", "use_kernels"]
+
+SETTINGS = ("1", "0", "compiled")
+
+
+def _checked(value: str) -> str:
+    if value not in SETTINGS:
+        raise QuantizationError(f"FEDFP8_KERNELS is {value!r}; it must be one of {', '.join(SETTINGS)}")
+    return value
+
+
+_setting = _checked(os.environ.get("FEDFP8_KERNELS", "1"))
 
 LARGE = 1 << 21  # elements
 
 
-def has_kernel(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.dtype == torch.float32
+def setting() -> str:
+    """FEDFP8_KERNELS, or what `use_kernels` says."""
+    return _setting
+
+
+@contextmanager
+def use_kernels(value: str) -> Iterator[None]:
+    """Within this block, as if FEDFP8_KERNELS were `value`; for the whole process."""
+    global _setting
+    before, _setting = _setting, _checked(value)
+    try:
+        yield
+    finally:
+        _setting = before
+
+
+def has_kernel(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    return x.is_cpu and x.dtype == dtype and _setting == "1"
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

@@ -25,10 +25,7 @@ from fedfp8.wire.container import checked_body
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 
-ALWAYS, BELIEVED = (
-    1 << 28,
-    64,
-)  # elements of a model that are believed: so many, or so many for each byte of its message
+ALWAYS, BELIEVED = 1 << 28, 64  # elements of a model that are believed: so many, or so many a byte of its message
 
 
 def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:

@@ -52,8 +52,8 @@ class History:
         self.entries: dict[int, Entry] = {}
         self.folder = folder or Path(tempfile.mkdtemp(prefix="fedfp8-history-"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        if folder is None:
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # with the link, or the process
+        if folder is None:  # goes with this object, or with the process
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._models: dict[int, State] = {}
         self._sent: dict[tuple[int, Wire, int], State] = {}
         self._lock = threading.RLock()

@@ -29,7 +29,7 @@ __all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wi
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
-KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 7  # cohorts from which on a client's steps are the full ones
+KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 5  # cohorts from which on a client's steps are the full ones
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,10 @@ class Wire:
         return ROUNDINGS[self.down].has_steps
 
     def places(self, cohort: int) -> int:
-        """Strata of a round with this many clients. Only dither has places."""
-        return min(cohort, self.strata) if self.has_places or self.sends_changes else 1
+        """Strata of a round with this many clients: one each, or as many as leave the least error of their mean."""
+        if not (self.has_places or self.sends_changes):
+            return 1
+        return min(range(1, min(cohort, self.strata) + 1), key=lambda m: (mean_variance(cohort, m), -m))
 
     def layout_down(self, layout: Layout) -> Layout:
         return layout if self.format_down is None else layout.with_format(self.format_down)
@@ -112,6 +114,14 @@ def wire_named(wire: "str | Wire", **changes: object) -> Wire:
 
 
 # Steps
+
+
+def mean_variance(cohort: int, strata: int) -> float:
+    """Variance of the mean error of equal clients dealt evenly to places, in units of step^2 / 12 (docs/method.md)."""
+    more, fewer = cohort % strata, strata - cohort % strata
+    low, high = (cohort // strata) / cohort, (cohort // strata + 1) / cohort
+    uneven = more * (high - 1 / strata) ** 2 + fewer * (low - 1 / strata) ** 2
+    return 1 / strata**2 + (1 + 1 / strata) * uneven
 
 
 def fan_in_factor(shape: tuple[int, ...], fan_in: float) -> float:

@@ -30,8 +30,8 @@ def layout_of(model: nn.Module) -> Layout:
         if not isinstance(layer, FP8Layer):
             continue
         ranges.update(id(r) for r in layer.ranges().values())
-        if "alpha" in layer.range_names:
-            coded[id(layer.weight)] = layer, first_name[id(layer.alpha)]
+        for range_name, weight in layer.weights().items():
+            coded[id(weight)] = layer, first_name[id(getattr(layer, range_name))]
 
     def spec(name: str, tensor: Tensor) -> TensorSpec:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

@@ -15,6 +15,8 @@ In eval mode rounding is always to nearest, so evaluation is deterministic whate
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,18 +26,30 @@ from torch.nn import functional as F
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.modules import MatMul
-from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, usable, weight_floor
+from fedfp8.nn.native import product
+from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, in_graph, settle, weight_floor
 from fedfp8.rng import derive_seed
 
 __all__ = [
     "FP8Layer",
     "QuantConv1d",
     "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
     "QuantLinear",
     "QuantMatMul",
     "WeightedLayer",
     "initial_alpha",
 ]
+
+NO_TORCHSCRIPT = (
+    "a prepared model cannot become TorchScript: use torch.export or torch.compile, or script the plain model that "
+    "fedfp8.restore(model, rounded=True) gives"
+)
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
 
 class FP8Layer(nn.Module):
@@ -44,10 +58,11 @@ class FP8Layer(nn.Module):
     """
 
     range_names: ClassVar[tuple[str, ...]] = ("alpha", "beta")
+    weight_names: ClassVar[dict[str, str]] = {"alpha": "weight"}  # of those ranges that belong to a weight
     format: Format = E4M3
     rounding: str = "nearest"
     seed: int = 0
-    calls: int = 0  # forward passes in training mode, so that stochastic rounding never reuses its dice
+    calls: int = 0  # forward passes in training mode, so that stochastic rounding never draws the same bits twice
     path: str = ""  # the layer's name in the model: for messages and as part of the seed
 
     def initial_range(self, name: str) -> float:
@@ -57,72 +72,93 @@ class FP8Layer(nn.Module):
     def ranges(self) -> dict[str, nn.Parameter]:
         return {name: getattr(self, name) for name in self.range_names}
 
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The rounded weights, each under the name of its range."""
+        return {range_name: getattr(self, name) for range_name, name in self.weight_names.items()}
+
     def clamp_ranges(self) -> None:
         """Raise every range that is set to its floor."""
-        for name, range_ in self.ranges().items():
-            self._range(name, range_)
+        for name in self.range_names:
+            self._settle(name, None)
 
-    def _range(self, name: str, range_: nn.Parameter) -> float:
-        """The value of a range, raised to its floor; 0.0 for an input range that is not set yet."""
-        if name == "alpha":
-            return usable(range_, weight_floor(self.weight), self._name(name))  # type: ignore[arg-type]
-        return 0.0 if range_.item() == 0.0 else usable(range_, ACTIVATION_FLOOR, self._name(name))
-
-    def _name(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
-
-    def _rounding(self, name: str) -> tuple[str, int | None]:
-        if self.rounding != "stochastic" or not self.training:
-            return "nearest", None
-        return "stochastic", derive_seed(self.seed, "qat", self.path, name, self.calls)
-
-    def _weight(self, weight: Tensor) -> Operand:
-        alpha: nn.Parameter = self.alpha  # type: ignore[assignment]
-        self._range("alpha", alpha)
-        return Operand(weight, alpha, self.format, *self._rounding("alpha"))
-
-    def _input(self, x: Tensor, name: str) -> Operand:
-        beta: nn.Parameter = getattr(self, name)
-        if self._range(name, beta) == 0.0 and not self._set_range(beta, x, name):
+    def _operand(self, x: Tensor, name: str) -> Operand:
+        """x to be rounded with the range `name`, which is settled first."""
+        range_: Tensor = getattr(self, name)
+        is_weight = name in self.weight_names
+        first_batch = x if self.training and not is_weight else None
+        if in_graph(x):
+            range_ = self._settle_in_graph(name, first_batch)
+        elif self._settle(name, first_batch) == 0.0:
             return Operand(x, None, self.format, "nearest", None)
-        range_ = beta if x.requires_grad else beta.detach()
-        return Operand(x, range_, self.format, *self._rounding(name))
+        return Operand(x, range_ if is_weight or x.requires_grad else range_.detach(), *self._rounding(name))
 
-    def _set_range(self, beta: nn.Parameter, x: Tensor, name: str) -> bool:
-        """Take max|x| of the first training batch as the range; a batch of zeros says nothing about it."""
-        if not self.training or x.numel() == 0:
-            return False
-        largest = max(abs(v.item()) for v in torch.aminmax(x.detach()))
-        if not math.isfinite(largest):
-            raise QuantizationError(
-                f"the first batch seen by {self._name(name)!r} holds NaN or Inf; its largest magnitude was "
-                "to become the range. Look for the layer before it that diverged, or for bad data"
-            )
-        if largest == 0.0:
-            return False
-        beta.data.fill_(max(largest, ACTIVATION_FLOOR))
-        return True
+    def _settle(self, name: str, x: Tensor | None) -> float:
+        """`.data` on purpose: the same layer may be used twice in one graph, and only an optimizer step, never the
+        graph, lies between two different values.
+        """
+        range_: nn.Parameter = getattr(self, name)
+        value = range_.item()
+        if self._floor(name) <= value < math.inf:  # nearly always
+            return value
+        settled = settle(value, x, *self._settings(name))
+        range_.data.fill_(settled)
+        return settled
+
+    def _settle_in_graph(self, name: str, x: Tensor | None) -> Tensor:
+        """The same as an operator. An exported program only reads its ranges; so does a compiled one in eval mode."""
+        range_: nn.Parameter = getattr(self, name)
+        settled: Tensor = torch.ops.fedfp8.settle(range_, x, *self._settings(name))
+        if self.training and not _is_exporting():
+            with torch.no_grad():
+                range_.copy_(settled)
+        return settled
+
+    def _settings(self, name: str) -> tuple[float, bool, str]:
+        """(floor, whether it is an input's range, full name), as `settle` takes them."""
+        return self._floor(name), name not in self.weight_names, f"{self.path}.{name}" if self.path else name
+
+    def _floor(self, name: str) -> float:
+        weight = self.weight_names.get(name)
+        return ACTIVATION_FLOOR if weight is None else weight_floor(getattr(self, weight))
+
+    def _rounding(self, name: str) -> tuple[Format, str, int | None]:
+        if self.rounding != "stochastic" or not self.training:
+            return self.format, "nearest", None
+        return self.format, "stochastic", derive_seed(self.seed, "qat", self.path, name, self.calls)
 
     def _off(self) -> bool:
-        self.calls += self.training
+        """Whether this forward pass is a float one; counts it, and refuses what cannot work."""
+        if torch.jit.is_tracing():
+            raise QuantizationError(NO_TORCHSCRIPT)
+        if torch.compiler.is_compiling():  # a counter in Python would be a constant of the graph
+            if self.training and self.rounding == "stochastic":
+                raise QuantizationError(
+                    "stochastic rounding in training mode cannot be compiled or exported: its random bits depend on a "
+                    'counter. Use set_rounding(model, "nearest"), or train this model without torch.compile'
+                )
+        else:
+            self.calls += self.training
         return self.rounding == "off"
+
+    def __prepare_scriptable__(self) -> nn.Module:  # the first thing torch.jit.script asks for
+        raise QuantizationError(NO_TORCHSCRIPT)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A float checkpoint has no ranges: alpha then follows the loaded weight, the others stay as they
         are.
         """
-        weight = state_dict.get(prefix + "weight")
         for name, range_ in self.ranges().items():
             if prefix + name in state_dict:
                 continue
-            if name == "alpha" and weight is not None:
-                state_dict[prefix + name] = initial_alpha(weight, self.path)
-            elif name != "alpha":
+            if name not in self.weight_names:
                 state_dict[prefix + name] = range_.detach().clone()
+            elif (weight := state_dict.get(prefix + self.weight_names[name])) is not None:
+                state_dict[prefix + name] = initial_alpha(weight, self.path)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr(), f"format={self.format.name}", f"rounding={self.rounding!r}"]
+        parts += ["native"] * getattr(self, "native", False)
         return ", ".join(p for p in parts if p)
 
 
@@ -139,11 +175,35 @@ class WeightedLayer(FP8Layer):
     """A layer of one input and one weight; `_operate` is the layer's own operation on rounded operands."""
 
     weight: Tensor
+    native: bool = False  # whether the product runs on FP8 hardware
 
     def forward(self, x: Tensor) -> Tensor:
         if self._off():
             return super().forward(x)
-        return compute(self._operate, self._input(x, "beta"), self._weight(self.weight))
+        operands = self._operand(x, "beta"), self._operand(self.weight, "alpha")
+        if self.native and operands[0].range is not None:
+            return self._native(*operands)
+        return compute(self._operate, *operands)
+
+    def _native(self, x: Operand, weight: Operand) -> Tensor:
+        """The layer as one product of rows of x: a Linear, or a convolution of size 1 (`is_product`)."""
+        if in_graph(x.source):
+            raise QuantizationError('compute="native" cannot be compiled or exported yet; use compute="emulated"')
+        at = (
+            -1 if isinstance(self, nn.Linear) else 1 - self.weight.dim()
+        )  # where the features are, counted from the end
+        rows, matrix = x.source.movedim(at, -1), weight.source.flatten(1)
+        out = product(x._replace(source=rows), weight._replace(source=matrix))
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        return (out if bias is None else out + bias).movedim(-1, at)
+
+    def is_product(self) -> bool:
+        """Whether the layer is a matrix product."""
+        m: Any = self
+        if not isinstance(self, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            return isinstance(self, nn.Linear)
+        ones = {*m.kernel_size, *m.stride, m.groups}
+        return ones == {1} and m.padding in ("valid", "same", (0,) * len(m.kernel_size))
 
     def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError
@@ -154,14 +214,50 @@ class QuantLinear(WeightedLayer, nn.Linear):
         return F.linear(x, weight, self.bias)
 
 
-class QuantConv1d(WeightedLayer, nn.Conv1d):
+class _Conv(WeightedLayer):
     def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._conv_forward(x, weight, self.bias)
+        return self._conv_forward(x, weight, self.bias)  # type: ignore[operator]
 
 
-class QuantConv2d(WeightedLayer, nn.Conv2d):
-    def _operate(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._conv_forward(x, weight, self.bias)
+class QuantConv1d(_Conv, nn.Conv1d):
+    pass
+
+
+class QuantConv2d(_Conv, nn.Conv2d):
+    pass
+
+
+class QuantConv3d(_Conv, nn.Conv3d):
+    pass
+
+
+class _ConvTranspose(WeightedLayer):
+    """``forward(x, output_size=None)``, as in torch."""
+
+    operation: ClassVar[Callable[..., Tensor]]
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if self._off():
+            return super(WeightedLayer, self).forward(x, output_size)
+        operate = partial(self._operate, output_size=output_size)
+        return compute(operate, self._operand(x, "beta"), self._operand(self.weight, "alpha"))
+
+    def _operate(self, x: Tensor, weight: Tensor, output_size: list[int] | None = None) -> Tensor:
+        m: Any = self
+        extra = m._output_padding(x, output_size, m.stride, m.padding, m.kernel_size, len(m.kernel_size), m.dilation)
+        return self.operation(x, weight, m.bias, m.stride, m.padding, extra, m.groups, m.dilation)
+
+
+class QuantConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    operation = staticmethod(F.conv_transpose1d)
+
+
+class QuantConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    operation = staticmethod(F.conv_transpose2d)
+
+
+class QuantConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    operation = staticmethod(F.conv_transpose3d)
 
 
 class QuantMatMul(FP8Layer, MatMul):
@@ -172,6 +268,7 @@ class QuantMatMul(FP8Layer, MatMul):
     """
 
     range_names: ClassVar[tuple[str, ...]] = ("beta_left", "beta_right")
+    weight_names: ClassVar[dict[str, str]] = {}
 
     def initial_range(self, name: str) -> float:
         return (self.left_bound if name == "beta_left" else self.right_bound) or 0.0
@@ -179,4 +276,4 @@ class QuantMatMul(FP8Layer, MatMul):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         if self._off():
             return super().forward(left, right)
-        return compute(torch.matmul, self._input(left, "beta_left"), self._input(right, "beta_right"))
+        return compute(torch.matmul, self._operand(left, "beta_left"), self._operand(right, "beta_right"))

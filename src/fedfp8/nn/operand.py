@@ -3,8 +3,8 @@
 A layer computes on fake-quantized operands, ``conv(Q(x; beta), Q(w; alpha))``. Two things happen here that a
 reader of the layers need not know.
 
-Ranges stay usable. An optimizer step can push a range to zero or below; :func:`usable` puts it back to a
-floor, in place, when it is next used. The floor is a fraction of the natural scale (weights: a 64th of
+Ranges stay usable. An optimizer step can push a range to zero or below; :func:`settle` says what it is to be when
+it is next used, and the layer writes that back. The floor is a fraction of the natural scale (weights: a 64th of
 1/sqrt(fan-in); activations: a 1024th, because attention weights are that small), not a tiny epsilon. The
 gradient of a range that clips everything, the sum of g * sign(x), brings it back, but g and x are as small as
 the other collapsed ranges on the way: with a floor of 1e-12, or 2**-10 for weights, three layers that a bad
@@ -18,19 +18,22 @@ done a second time in backward instead, through hooks on the tensors that the la
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import Format, fake_quantize, quantize
+from fedfp8.fp8.ste import in_graph
 
-__all__ = ["ACTIVATION_FLOOR", "WEIGHT_FLOOR", "Operand", "compute", "usable", "weight_floor"]
+__all__ = ["ACTIVATION_FLOOR", "WEIGHT_FLOOR", "Operand", "compute", "in_graph", "settle", "weight_floor"]
 
 WEIGHT_FLOOR = 2.0**-6  # times 1/sqrt(fan-in)
 ACTIVATION_FLOOR = 2.0**-10
+Result = TypeVar("Result")
 KEEP = 1 << 14  # elements up to which holding a rounded operand costs less than rounding it again
 
 
@@ -39,21 +42,49 @@ def weight_floor(weight: Tensor) -> float:
     return WEIGHT_FLOOR / math.sqrt(max(1, math.prod(weight.shape[1:])))
 
 
-def usable(range_: nn.Parameter, floor: float, name: str) -> float:
-    """The value of a range after raising it, in place, to `floor`.
-
-    `.data` on purpose: the same layer may be used twice in one graph, and only an optimizer step, never the
-    graph, lies between two different values.
+def settle(value: float, x: Tensor | None, floor: float, is_input: bool, name: str) -> float:
+    """What a range of this value is to be: raised to its floor, or, if it is an input range that is not set (0.0),
+    the largest magnitude of x. Without x, or with an x that says nothing, such a range stays 0.0.
     """
-    value = range_.item()
+    if is_input and value == 0.0:
+        largest = 0.0 if x is None or x.numel() == 0 else _largest(x, name)
+        return max(largest, floor) if largest else 0.0
     if not math.isfinite(value):
         raise QuantizationError(
             f"range {name!r} is {value}; it must be finite. The training step before this one diverged: "
             "lower the learning rate, or give ranges their own with parameter_groups(range_lr=...)"
         )
-    if value < floor:
-        range_.data.fill_(floor)
     return max(value, floor)
+
+
+def _largest(x: Tensor, name: str) -> float:
+    """max|x| of the first training batch; under DistributedDataParallel that of all processes' batches."""
+    largest = torch.stack(torch.aminmax(x.detach())).abs().amax()
+    if (ddp := DistributedDataParallel._get_active_ddp_module()) is not None:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=ddp.process_group)
+    if not math.isfinite(value := largest.item()):
+        raise QuantizationError(
+            f"the first batch seen by {name!r} holds NaN or Inf; its largest magnitude was "
+            "to become the range. Look for the layer before it that diverged, or for bad data"
+        )
+    return value
+
+
+# `settle` as an operator of a graph: a new tensor, with the gradient of the identity.
+torch.library.define(
+    "fedfp8::settle",
+    "(Tensor range, Tensor? x, float floor, bool is_input, str name) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl("fedfp8::settle", "default")
+def _settle(range: Tensor, x: Tensor | None, floor: float, is_input: bool, name: str) -> Tensor:
+    return torch.full_like(range, settle(range.item(), x, floor, is_input, name))
+
+
+torch.library.register_fake("fedfp8::settle", lambda range, *_: torch.empty_like(range))
+torch.library.register_autograd("fedfp8::settle", lambda ctx, g: (g, None, None, None, None))
 
 
 class Operand(NamedTuple):
@@ -72,10 +103,13 @@ class Operand(NamedTuple):
         return fake_quantize(self.source, self.range, self.format, rounding=self.rounding, seed=self.seed)
 
 
-def compute(operation: Callable[..., Tensor], *operands: Operand) -> Tensor:
-    """``operation`` on the rounded operands; what it saves of them for backward is recomputed there."""
+def compute(operation: Callable[..., Result], *operands: Operand) -> Result:
+    """``operation`` on the rounded operands; what it saves of them for backward is recomputed there.
+
+    In a graph it is the compiler that decides what is kept and what is computed again.
+    """
     rounded = [operand.fake() for operand in operands]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or in_graph(rounded[0]):
         return operation(*rounded)
     by_storage = {_storage(q): operand for q, operand in zip(rounded, operands, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Methods side by side: a row per method from the records of its seeds, as JSON, Markdown, CSV and a plot. No torch."""
+"""Methods side by side: a row per variant over its seeds, as JSON, Markdown, CSV and a plot. No torch."""
 
 import json
 import os
@@ -8,13 +8,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedfp8.paper.plots import NAMES, Curve, accuracy_against_bytes
-from fedfp8.paper.records import Gain, Point, RunRecord, gain_between, read_run
+from fedfp8.paper.plots import NAMES, Curve, accuracy_against_bytes, name_of
+from fedfp8.paper.records import (
+    ACCURACY,
+    Gain,
+    Metric,
+    Point,
+    RunRecord,
+    Variant,
+    gain_between,
+    read_run,
+    variants,
+)
 from fedfp8.paper.tables import Table, gain_text, size_text, spread_text
 
-__all__ = ["Comparison", "Row", "compare", "comparison_table", "curves_of", "gains_of", "write_comparison"]
+__all__ = ["Comparison", "Row", "compare", "comparison_table", "curves_of", "gains_of", "ordered", "write_comparison"]
 
-ORDER = list(NAMES)
+ORDER = tuple(NAMES)
 
 
 @dataclass(frozen=True)
@@ -28,10 +38,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """A method over its seeds. Accuracies are 0..1; `gain` is measured on recorded bytes, `gain_raw` without the
-    lossless stage (the paper's definition); None where FP32 or the raw size is missing."""
+    """A variant of a method over its seeds. Accuracies are 0..1 (or the runs' other metric); `gain` is measured on
+    recorded bytes, `gain_raw` without the lossless stage (the paper's definition). Both are None where FP32 or the raw
+    size is missing, and where either side has not learned yet (`comparable` is False then)."""
 
     method: str
+    label: str
+    metric: Metric
     seeds: list[int]
     rounds: int  # of the shortest run
     planned: int
@@ -41,37 +54,54 @@ class Row:
     bytes: Spread
     bytes_down: Spread
     bytes_up: Spread
+    learned: bool  # every seed of the variant
+    comparable: bool  # and the FP32 runs it is compared with
     gain: Spread | None
     gain_raw: Spread | None
+    gain_with_start: Spread | None  # as if clients had been sent the initial model that they built themselves
     seconds: float
 
     @property
     def finished(self) -> bool:
         return self.rounds >= self.planned
 
+    @property
+    def name(self) -> str:
+        return name_of(self.label)
+
+
+def ordered(runs: Iterable[RunRecord]) -> list[Variant]:
+    """The variants among runs with an evaluated round, in the order of the paper."""
+    return variants((run for run in runs if run.points), ORDER)
+
 
 def compare(runs: Iterable[RunRecord]) -> list[Row]:
-    """One row per method, in the order of the paper; runs without an evaluated round are left out."""
-    usable = [run for run in runs if run.points]
-    fp32 = {run.seed: run for run in usable if run.method == "fp32"}
-    return [_row(method, chosen, fp32) for method, chosen in by_method(usable).items()]
+    """One row per variant, in the order of the paper; runs without an evaluated round are left out."""
+    found = ordered(runs)
+    fp32 = [run for variant in found if variant.method == "fp32" for run in variant.runs]
+    return [_row(variant, fp32) for variant in found]
 
 
-def by_method(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
-    found: dict[str, list[RunRecord]] = {}
-    for run in sorted(runs, key=lambda run: (_rank(run.method), run.method, run.seed)):
-        found.setdefault(run.method, []).append(run)
-    return found
+def base_of(run: RunRecord, fp32: Iterable[RunRecord]) -> RunRecord | None:
+    """The FP32 run that a gain is measured against: of the same seed, in the fewest other settings."""
+
+    def differences(base: RunRecord) -> int:
+        return sum(base.settings.get(key) != value for key, value in run.settings.items())
+
+    return min((base for base in fp32 if base.seed == run.seed), key=differences, default=None)
 
 
-def _rank(method: str) -> int:
-    return ORDER.index(method) if method in ORDER else len(ORDER)
-
-
-def _row(method: str, runs: list[RunRecord], fp32: dict[int, RunRecord]) -> Row:
-    pairs = [(fp32[run.seed], run) for run in runs if run.seed in fp32]
+def _row(variant: Variant, fp32: list[RunRecord]) -> Row:
+    runs, metric = variant.runs, variant.runs[0].metric
+    bases = [base_of(run, fp32) for run in runs]
+    pairs = [(base, run) for base, run in zip(bases, runs, strict=True) if base is not None]
+    learned = all(run.learned for run in runs)
+    comparable = learned and all(base.learned for base, _ in pairs)
+    complete = comparable and len(pairs) == len(runs)
     return Row(
-        method=method,
+        method=variant.method,
+        label=variant.label,
+        metric=metric,
         seeds=[run.seed for run in runs],
         rounds=min(run.rounds for run in runs),
         planned=max(run.planned for run in runs),
@@ -81,14 +111,17 @@ def _row(method: str, runs: list[RunRecord], fp32: dict[int, RunRecord]) -> Row:
         bytes=_known(run.bytes_total for run in runs),
         bytes_down=_known(run.bytes_down for run in runs),
         bytes_up=_known(run.bytes_up for run in runs),
-        gain=_gain((base.points, run.points) for base, run in pairs),
-        gain_raw=_gain((base.raw_points, run.raw_points) for base, run in pairs),
+        learned=learned,
+        comparable=comparable,
+        gain=_gain(((base.points, run.points) for base, run in pairs), metric) if complete else None,
+        gain_raw=_gain(((base.raw_points, run.raw_points) for base, run in pairs), metric) if complete else None,
+        gain_with_start=_gain(((base.points, run.start_points) for base, run in pairs), metric) if complete else None,
         seconds=sum(run.seconds for run in runs),
     )
 
 
-def _gain(pairs: Iterable[tuple[list[Point], list[Point]]]) -> Spread | None:
-    found = [gain_between(base, method) for base, method in pairs]
+def _gain(pairs: Iterable[tuple[list[Point], list[Point]]], metric: Metric) -> Spread | None:
+    found = [gain_between(base, method, metric) for base, method in pairs]
     return _spread(gain.gain if gain else None for gain in found)
 
 
@@ -109,54 +142,66 @@ def _known(values: Iterable[float | None]) -> Spread:
 
 def comparison_table(rows: Sequence[Row], title: str = "") -> Table:
     """The rows as text: percent, bytes with a unit, gains."""
-    header = ["method", "accuracy (%)", "rounds", "seeds", "down", "up", "bytes", "gain", "gain, raw codes"]
+    metric = rows[0].metric if rows else ACCURACY
+    header = ["method", metric.title, "rounds", "seeds", "down", "up", "bytes", "gain", "gain, raw codes"]
     body = [
         [
-            NAMES.get(row.method, row.method),
-            spread_text(row.accuracy, 100),
+            row.name,
+            spread_text(row.accuracy, metric.scale, metric.digits),
             f"{row.rounds}" if row.finished else f"{row.rounds} of {row.planned}",
             str(len(row.seeds)),
             size_text(row.bytes_down.mean),
             size_text(row.bytes_up.mean),
             size_text(row.bytes.mean),
-            gain_text(row.gain),
-            gain_text(row.gain_raw),
+            gain_text(row.gain, row.comparable),
+            gain_text(row.gain_raw, row.comparable),
         ]
         for row in rows
     ]
-    return Table(title, header, body)
+    notes = [
+        f"{row.name}: clients build the initial model themselves. Had it been sent to each of them once, as DQ sends "
+        f"models, the gain would be {gain_text(row.gain_with_start, row.comparable)}."
+        for row in rows
+        if row.gain_with_start is not None
+    ]
+    return Table(title, header, body, notes)
 
 
 def curves_of(runs: Iterable[RunRecord]) -> list[Curve]:
-    """One curve per method: mean over its seeds at the rounds that all of them evaluated."""
-    return [_curve(method, chosen) for method, chosen in by_method(run for run in runs if run.points).items()]
+    """One curve per variant: mean over its seeds at the rounds that all of them evaluated."""
+    return [_curve(variant) for variant in ordered(runs)]
 
 
-def _curve(method: str, runs: list[RunRecord]) -> Curve:
-    found = [{point.round: point for point in run.points} for run in runs]
+def _curve(variant: Variant) -> Curve:
+    found = [{point.round: point for point in run.points} for run in variant.runs]
     common = sorted(set.intersection(*(set(points) for points in found)))
     bytes_ = [statistics.fmean(points[r].bytes for points in found) for r in common]
-    accuracy = [statistics.fmean(points[r].accuracy for points in found) for r in common]
-    spread = [statistics.stdev(points[r].accuracy for points in found) for r in common] if len(found) > 1 else None
-    return Curve(method, bytes_, accuracy, spread)
+    values = [statistics.fmean(points[r].value for points in found) for r in common]
+    spread = [statistics.stdev(points[r].value for points in found) for r in common] if len(found) > 1 else None
+    learned = all(run.learned for run in variant.runs)
+    return Curve(variant.label, bytes_, values, spread, learned, variant.runs[0].metric)
 
 
 def gains_of(curves: Sequence[Curve]) -> dict[str, Gain]:
-    """The gains the curves themselves show, for the arrows of a plot."""
+    """The gains the curves themselves show, for the arrows of a plot; none where either side has not learned yet."""
 
     def points(curve: Curve) -> list[Point]:
-        return [Point(0, a, int(b)) for a, b in zip(curve.accuracy, curve.bytes, strict=True)]
+        return [Point(0, a, int(b)) for a, b in zip(curve.values, curve.bytes, strict=True)]
 
-    base = next((curve for curve in curves if curve.method == "fp32"), None)
-    others = [curve for curve in curves if base is not None and curve is not base]
-    found = {curve.method: gain_between(points(base), points(curve)) for curve in others if base is not None}
-    return {method: gain for method, gain in found.items() if gain is not None}
+    base = next((curve for curve in curves if curve.method == "fp32" and curve.learned), None)
+    if base is None:
+        return {}
+    others = [curve for curve in curves if curve.method != "fp32" and curve.learned]
+    found = {curve.label: gain_between(points(base), points(curve), base.metric) for curve in others}
+    return {label: gain for label, gain in found.items() if gain is not None}
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What `write_comparison` wrote."""
 
+    folder: Path
+    runs: list[RunRecord]
     rows: list[Row]
     table: Table
 
@@ -164,6 +209,11 @@ class Comparison:
     def text(self) -> str:
         """The table for a terminal."""
         return self.table.text()
+
+    @property
+    def learned(self) -> bool:
+        """Whether there is anything to call a result."""
+        return any(row.learned for row in self.rows)
 
 
 def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparison:
@@ -177,14 +227,14 @@ def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparis
     (folder / "compare.md").write_text(table.markdown())
     (folder / "compare.csv").write_text(table.csv())
     accuracy_against_bytes(curves, folder / "compare", gains=gains_of(curves), title=title)
-    return Comparison(rows, table)
+    return Comparison(folder, records, rows, table)
 
 
 def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord], folder: Path) -> dict[str, Any]:
-    """Per method plain numbers under the names the records use, with their standard deviations beside them."""
+    """Per label (the method, or a variant of it) plain numbers with their standard deviations beside them."""
     methods = {}
     for row in rows:
-        values = asdict(row) | {"finished": row.finished}
+        values = asdict(row) | {"finished": row.finished, "metric": row.metric.name}
         for name in (
             "accuracy",
             "accuracy_best",
@@ -194,11 +244,12 @@ def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord], folder: Path) -> di
             "bytes_up",
             "gain",
             "gain_raw",
+            "gain_with_start",
         ):
             spread = values.pop(name)
             values[name] = spread["mean"] if spread else None
             values[f"{name}_std"] = spread["std"] if spread else None
-        chosen = [run for run in runs if run.method == row.method]
+        chosen = next(variant.runs for variant in ordered(runs) if variant.label == row.label)
         values |= {"preset": chosen[0].cell, "runs": [os.path.relpath(run.path, folder) for run in chosen]}
-        methods[values.pop("method")] = values
+        methods[values.pop("label")] = values
     return methods

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from fedfp8.errors import DataError
-from fedfp8.fl.config import Config
-from fedfp8.fl.evaluate import PIECE, evaluate_piece
+from fedfp8.fl.config import Config, cohort_size
+from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.local import local_update
 from fedfp8.paper.jobs import Job
@@ -48,10 +48,10 @@ def round_seconds(config: Config, federation: Federation, step: float, piece: fl
     """One round from the seconds of a training step and of a piece of the test set."""
     local, clients = config.local, federation.eligible(config)
     steps = [local.steps or local.epochs * -(-federation.size(k) // local.batch_size) for k in clients]
-    cohort = max(1, round(config.clients.fraction * len(clients)))
+    cohort = cohort_size(config, len(clients))
     train = cohort * sum(steps) / len(steps) * step
     models = 2 if config.round.eval_sent and config.down.rounding != "none" else 1
-    evaluate = models * -(-len(federation.test_y) // PIECE) * piece / config.round.eval_every
+    evaluate = models * federation.pieces * piece / config.round.eval_every
     return train / max(1, min(workers, cohort)) + evaluate / max(1, workers)
 
 

@@ -6,25 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import ConfigError
-from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, to_toml, with_settings
-from fedfp8.link.store import write_atomic
+from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, with_settings
+from fedfp8.fl.checkpoint import RunFolder, write_config
 from fedfp8.paper.paper import TABLES
 from fedfp8.paper.records import read_run
 
-__all__ = ["Job", "plan"]
+__all__ = ["Job", "find_job", "plan", "set_length"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: ``OUT/<cell>/<method>-seed<seed>``."""
+    """One run: ``OUT/<cell>/<label>-seed<seed>``."""
 
     config: Config
     folder: Path
-    done: int  # rounds that are there already
+    done: int = 0  # rounds that are there already
+    variant: str = ""  # of the method, as `compare` was asked for it: "dq:dq.kappa_up=16"
+
+    @property
+    def label(self) -> str:
+        return self.variant or self.config.method
 
     @property
     def name(self) -> str:
-        return f"{self.config.preset} {self.config.method} seed {self.config.seed}"
+        return f"{self.config.preset} {self.label} seed {self.config.seed}"
 
     @property
     def rounds(self) -> int:
@@ -62,7 +67,7 @@ def plan(
     if data_dir is not None:
         chosen["data.dir"] = str(data_dir.resolve())
     configs = [with_settings(preset(c, m), {**chosen, "seed": s}) for c in cells for m in names for s in seeds]
-    return [_job(config, out / config.preset / f"{config.method}-seed{config.seed}") for config in configs]
+    return [find_job(config, out) for config in configs]
 
 
 def _chosen(what: str, given: Sequence[str], known: Sequence[str], default: Sequence[str]) -> Sequence[str]:
@@ -72,19 +77,21 @@ def _chosen(what: str, given: Sequence[str], known: Sequence[str], default: Sequ
     return given or default
 
 
-def _job(config: Config, folder: Path) -> Job:
-    """Match what is asked with what the folder holds.
+def find_job(config: Config, out: Path, variant: str = "", *, overwrite: bool = False) -> Job:
+    """The job of a run below `out`: match what is asked with what its folder holds.
 
     The number of rounds may differ where the learning rate does not depend on it: a longer run continues a shorter one
     to the same bytes. Everything else must be equal, or records of two settings would be mixed.
     """
-    if not (folder / "config.toml").exists():
-        return Job(config, folder, 0)
+    label = (variant or config.method).replace("/", "_")
+    folder = out / config.preset / f"{label}-seed{config.seed}"
+    if overwrite or not (folder / "config.toml").exists():
+        return Job(config, folder, 0, variant)
     record = read_run(folder)
     other = from_dict(record.config)
     free = config.local.schedule == "constant"
     wanted, found = _flat(config), _flat(other)
-    ignored = {"data.dir"} | ({"round.count"} if free else set())
+    ignored = {"data.dir", "round.keep_payloads"} | ({"round.count"} if free else set())
     changed = [
         f"{key} is {found.get(key)!r} there and {value!r} asked for"
         for key, value in wanted.items()
@@ -95,7 +102,7 @@ def _job(config: Config, folder: Path) -> Job:
             f"{folder} holds a run with other settings: {'; '.join(changed)}. Ask for the same settings, or choose "
             "another --out"
         )
-    return Job(config, folder, record.rounds)
+    return Job(config, folder, record.rounds, variant)
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -105,10 +112,23 @@ def _flat(config: Config) -> dict[str, Any]:
     return flat
 
 
-def set_length(job: Job) -> None:
-    """Let a begun run go on to the number of rounds that is asked for now."""
-    path = job.folder / "config.toml"
-    found = from_dict(read_run(job.folder).config)
-    if found.round.count != job.rounds:
-        longer = replace(found, round=replace(found.round, count=job.rounds))
-        write_atomic(path, to_toml(longer).encode())
+def set_length(folder: Path, rounds: int) -> None:
+    """Let a run go on to another number of rounds than it was begun with.
+
+    Raises:
+        ConfigError: more rounds are there already, or every round's learning rate depends on how many there are.
+    """
+    with RunFolder.open(folder) as opened:
+        config, done = opened.config, read_run(folder).rounds
+        if config.round.count == rounds:
+            return
+        if config.local.schedule != "constant":
+            raise ConfigError(
+                f"{folder} was begun for {config.round.count} rounds, and with local.schedule="
+                f"{config.local.schedule!r} the learning rate of each depends on that number: {rounds} rounds would be "
+                f"another run; start it with --rounds {rounds} in another folder"
+            )
+        if done > rounds:
+            raise ConfigError(f"{folder} has {done} rounds already; ask for more than that")
+        write_config(folder / "config.toml", replace(config, round=replace(config.round, count=rounds)))
+        (folder / "sizes.json").unlink(missing_ok=True)  # its date would be that of the shorter run

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import ConfigError
-from fedfp8.paper.compare import Row, compare
+from fedfp8.paper.compare import Row, compare, ordered
 from fedfp8.paper.paper import CELLS, TABLES, PaperTable, Reported, changes, deviations
-from fedfp8.paper.plots import NAMES
+from fedfp8.paper.plots import name_of
 from fedfp8.paper.records import RunRecord, by_cell, find_runs
-from fedfp8.paper.tables import NONE, Table, duration_text, gain_text, size_text, spread_text
+from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, size_text, spread_text
 
-__all__ = ["docs_table", "paper_runs", "paper_table", "update_docs", "write_paper_table"]
+__all__ = ["docs_tables", "paper_runs", "paper_table", "update_docs", "write_paper_table"]
 
 BEGIN, END = "<!-- records:begin -->", "<!-- records:end -->"
 Groups = Mapping[str, Sequence[RunRecord]]  # cell -> runs
@@ -25,6 +25,7 @@ HEADER = (
 NOTES = (
     "Ours: mean over seeds ± sample standard deviation (none for one seed), at the last evaluated round. Gain: bytes "
     "FP32 needed for the highest accuracy both reach, divided by the method's, first evaluated round at or above it. "
+    "No gain where either side is at chance level. "
     '"Raw FP8" is the paper\'s definition, with message sizes as measured without the lossless stage; the other one '
     'and "bytes" are what was sent.',
 )
@@ -36,17 +37,29 @@ def paper_runs(folder: Path) -> Groups:
 
 
 def paper_table(table: PaperTable, groups: Groups) -> Table:
-    """Every cell and method of the paper; in Table 1, where gains are, also every further method that was run."""
+    """Every cell and method of the paper; in Table 1, where gains are, also every further method that was run.
+
+    Runs that have not learned yet are smoke checks, not results: they are listed in a note.
+    """
     body: list[list[str]] = []
     departures: list[str] = []
+    smoke: list[str] = []
     for cell in table.cells:
         runs = list(groups.get(cell, ()))
-        rows = {row.method: row for row in compare(runs)}
-        further = [m for m in rows if m not in table.methods] if table.name == "table1" else []
-        for method in [*table.methods, *further]:
-            body.append(_line(cell, method, table.numbers[cell].get(method), rows.get(method)))
+        rows = compare(runs)
+        further = [row.method for row in rows if row.method not in table.methods] if table.name == "table1" else []
+        for method in dict.fromkeys([*table.methods, *further]):
+            paper = table.numbers[cell].get(method)
+            chosen: list[Row | None] = [row for row in rows if row.method == method]
+            body += [_line(cell, method, paper, row) for row in chosen or [None]]
+        smoke += [f"{cell} {row.label} ({_smoke(row)})" for row in rows if not row.learned]
         departures += _departures(cell, runs)
-    return Table(table.title, HEADER, body, (*NOTES, *departures))
+    listed = [f"Smoke checks, which ran but have not learned yet: {'; '.join(smoke)}."] if smoke else []
+    return Table(table.title, HEADER, body, (*NOTES, *listed, *departures))
+
+
+def _smoke(row: Row) -> str:
+    return f"{spread_text(row.accuracy, 100)} % after {row.rounds} rounds"
 
 
 def _line(cell: str, method: str, paper: Reported | None, ours: Row | None) -> list[str]:
@@ -58,10 +71,11 @@ def _line(cell: str, method: str, paper: Reported | None, ours: Row | None) -> l
         measured = [NONE, gain, NONE, NONE, f"0 ({planned})", "0", NONE]
     else:
         measured = [
-            spread_text(ours.accuracy, 100), gain, gain_text(ours.gain_raw), gain_text(ours.gain),
+            spread_text(ours.accuracy, 100) if ours.learned else NOT_LEARNED, gain,
+            gain_text(ours.gain_raw, ours.comparable), gain_text(ours.gain, ours.comparable),
             f"{ours.rounds} ({planned})", str(len(ours.seeds)), size_text(ours.bytes.mean),
         ]  # fmt: skip
-    return [about.model, about.data, about.setting, NAMES.get(method, method), reported, *measured]
+    return [about.model, about.data, about.setting, name_of(ours.label if ours else method), reported, *measured]
 
 
 def _departures(cell: str, runs: Sequence[RunRecord]) -> list[str]:
@@ -70,7 +84,7 @@ def _departures(cell: str, runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         items = [item for item in deviations(cell, run.config) if not item.startswith("round.count")]
         if items:
-            found.setdefault("; ".join(items), []).append(f"{run.method} seed {run.seed}")
+            found.setdefault("; ".join(items), []).append(f"{run.label} seed {run.seed}")
     return [f"{cell} ({', '.join(who)}): {what}." for what, who in found.items()]
 
 
@@ -90,24 +104,29 @@ def _as_json(table: PaperTable, groups: Groups) -> dict[str, Any]:
         runs = list(groups.get(cell, ()))
         cells[cell] = {
             "paper": {method: asdict(number) for method, number in table.numbers[cell].items()},
-            "ours": {row.method: asdict(row) for row in compare(runs)},
+            "ours": {row.label: asdict(row) for row in compare(runs)},
             "deviations": sorted({item for run in runs for item in deviations(cell, run.config)}),
         }
     return {"table": table.name, "title": table.title, "cells": cells}
 
 
-def docs_table(groups: Groups) -> Table:
-    """Cell, command, paper's number, ours so far, run length, machine, date; a row per cell and method."""
+def docs_tables(groups: Groups) -> list[Table]:
+    """Cell, command, paper's number, ours so far, run length, machine, date; a row per cell and variant. Results first,
+    then the smoke checks: runs that have not learned yet."""
     header = ["cell", "method", "paper", "ours so far", "run length", "machine", "date", "command"]
-    body = []
+    results, smoke = [], []
     for cell in CELLS:
-        rows = {row.method: row for row in compare(groups.get(cell, ()))}
-        methods = [*TABLES["table1"].methods, *(m for m in rows if m not in TABLES["table1"].methods)]
-        for method in methods:
-            chosen = [run for run in groups.get(cell, ()) if run.method == method and run.points]
-            body.append(_docs_line(cell, method, rows.get(method), chosen))
+        found = list(zip(compare(groups.get(cell, ())), ordered(groups.get(cell, ())), strict=True))
+        methods = [*TABLES["table1"].methods, *(row.method for row, _ in found)]
+        for method in dict.fromkeys(methods):
+            chosen = [(row, variant.runs) for row, variant in found if row.method == method]
+            results += [_docs_line(cell, method, row, runs) for row, runs in chosen if row.learned]
+            smoke += [_docs_line(cell, method, row, runs) for row, runs in chosen if not row.learned]
+            if not chosen:
+                results.append(_docs_line(cell, method, None, ()))
     notes = [line for cell in CELLS for line in _departures(cell, groups.get(cell, ()))]
-    return Table("", header, body, notes)
+    tables = [Table("", header, results, notes)]
+    return [*tables, Table("Smoke checks: these ran, and have not learned yet", header, smoke)] if smoke else tables
 
 
 def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord]) -> list[str]:
@@ -118,9 +137,10 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
     command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs)}`"
     if row is None:
         return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
-    ours = f"{spread_text(row.accuracy, 100)} / {gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent"
+    gains = f"{gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent" if row.comparable else NOT_LEARNED
+    ours = f"{spread_text(row.accuracy, 100)} / {gains}"
     length = f"{row.rounds} rounds, {duration_text(row.seconds / len(runs))}" + _rest(runs)
-    return [cell, method, paper, ours, length, machine_of(runs), runs[-1].date, command]
+    return [cell, row.label, paper, ours, length, machine_of(runs), runs[-1].date, command]
 
 
 def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
@@ -148,4 +168,5 @@ def update_docs(path: Path, groups: Groups) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ConfigError(f"{path} must hold the lines {BEGIN} and {END} once each; the table goes between them")
     before, rest = text.split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{docs_table(groups).markdown()}\n{END}{rest.split(END)[1]}")
+    tables = "\n".join(table.markdown("###") for table in docs_tables(groups))
+    path.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{rest.split(END)[1]}")

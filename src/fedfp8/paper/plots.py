@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfp8.errors import extra
-from fedfp8.paper.records import Gain
+from fedfp8.paper.records import ACCURACY, Gain, Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +27,7 @@ __all__ = [
     "accuracy_against_bytes",
     "add_legend",
     "draw_curves",
+    "name_of",
     "new_figure",
     "save",
 ]
@@ -68,22 +69,38 @@ NAMES: dict[str, str] = {
 }
 
 
+MORE = ("#7A4B00", "#004D40", "#5D3A9B", "#8F8F00", "#B00020", "#1A5276")  # variants and unknown methods, in turn
+
+
+def name_of(label: str) -> str:
+    """The name of a label: ``dq:dq.kappa_up=16`` -> ``FP8 FedAvg-DQ (ours), dq.kappa_up=16``."""
+    method, _, rest = label.partition(":")
+    return ", ".join([NAMES.get(method, method), *filter(None, rest.split(":"))])
+
+
+def styles_of(labels: Sequence[str]) -> dict[str, Style]:
+    """The style of every label: a method's own, and one of its own for each variant."""
+    others = [label for label in labels if label not in STYLES]
+    return {label: STYLES[label] for label in labels if label in STYLES} | {
+        label: Style(MORE[i % len(MORE)], "sDP*X<"[i % 6], ("-", "--", "-.", ":")[i % 4])
+        for i, label in enumerate(others)
+    }
+
+
 @dataclass(frozen=True)
 class Curve:
-    """A method's evaluated rounds, mean over seeds; `spread` is the standard deviation of the accuracy, if known."""
+    """A variant's evaluated rounds, mean over seeds; `spread` is the standard deviation of the metric, if known."""
 
-    method: str
+    label: str
     bytes: Sequence[float]
-    accuracy: Sequence[float]  # 0..1
+    values: Sequence[float]  # accuracy: 0..1
     spread: Sequence[float] | None = None
+    learned: bool = True
+    metric: Metric = ACCURACY
 
     @property
-    def label(self) -> str:
-        return NAMES.get(self.method, self.method)
-
-    @property
-    def style(self) -> Style:
-        return STYLES.get(self.method, Style("#999999", "*", "-"))
+    def method(self) -> str:
+        return self.label.partition(":")[0]
 
 
 def accuracy_against_bytes(
@@ -108,20 +125,21 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], gains: Mapping[str, Gain], 
     from matplotlib import rc_context
 
     curves = [curve for curve in curves if len(curve.bytes)]
+    styles, metric = styles_of([curve.label for curve in curves]), curves[0].metric if curves else ACCURACY
     with rc_context(PAPER):
         unit, name = _unit(max((curve.bytes[-1] for curve in curves), default=1.0))
         for curve in curves:
-            _line(axes, curve, unit)
+            _line(axes, curve, styles[curve.label], unit)
         if _wants_log(curves):
             axes.set_xscale("log")
             _plain_log_labels(axes)
         else:
             axes.set_xlim(left=0)
         axes.set_xlabel(f"communicated bytes, both directions ({name})")
-        axes.set_ylabel("test accuracy (%)")
+        axes.set_ylabel(f"test {metric.title}")
         axes.set_title(title)
         axes.margins(y=0.08)
-        _arrows(axes, gains, unit)
+        _arrows(axes, gains, styles, metric, unit)
 
 
 def add_legend(figure: Figure, columns: int) -> None:
@@ -163,15 +181,15 @@ def save(figure: Figure, path: Path) -> list[Path]:
     return written
 
 
-def _line(axes: Axes, curve: Curve, unit: float) -> None:
-    style = curve.style
-    x, y = [b / unit for b in curve.bytes], [100 * a for a in curve.accuracy]
+def _line(axes: Axes, curve: Curve, style: Style, unit: float) -> None:
+    scale = curve.metric.scale
+    x, y = [b / unit for b in curve.bytes], [scale * value for value in curve.values]
     axes.plot(
-        x, y, color=style.color, marker=style.marker, linestyle=style.line, label=curve.label, markersize=3.2,
+        x, y, color=style.color, marker=style.marker, linestyle=style.line, label=name_of(curve.label), markersize=3.2,
         markevery=max(1, len(x) // 12), markeredgewidth=0,
     )  # fmt: skip
     if curve.spread is not None:
-        low, high = ([v + sign * 100 * s for v, s in zip(y, curve.spread, strict=True)] for sign in (-1, 1))
+        low, high = ([v + sign * scale * s for v, s in zip(y, curve.spread, strict=True)] for sign in (-1, 1))
         axes.fill_between(x, low, high, color=style.color, alpha=0.18, linewidth=0)
 
 
@@ -196,15 +214,20 @@ def _plain_log_labels(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _arrows(axes: Axes, gains: Mapping[str, Gain], unit: float) -> None:
-    """One arrow a method, its gain in the middle; arrows that would lie on each other move apart, upwards."""
+def _arrows(axes: Axes, gains: Mapping[str, Gain], styles: Mapping[str, Style], metric: Metric, unit: float) -> None:
+    """One arrow a label, at the value both runs reach, with its gain in the middle.
+
+    Arrows of nearly the same height would lie on each other: they move apart downwards, never above what was reached.
+    """
     low, high = axes.get_ylim()
-    apart, last = 0.075 * (high - low), float("-inf")
+    if metric.percent:
+        high = min(high, 100 + 0.03 * (100 - low))
+    apart, last = 0.075 * (high - low), float("inf")
     log = axes.get_xscale() == "log"
-    for method, gain in sorted(gains.items(), key=lambda item: (item[1].accuracy, -item[1].gain)):
-        height = last = max(100 * gain.accuracy, last + apart)
+    for label, gain in sorted(gains.items(), key=lambda item: (-item[1].value, item[1].gain)):
+        height = last = min(metric.scale * gain.value, last - apart)
         start, end = gain.base.bytes / unit, gain.method.bytes / unit
-        color = STYLES[method].color if method in STYLES else "#999999"
+        color = styles[label].color
         axes.annotate(
             "", xy=(end, height), xytext=(start, height),
             arrowprops={"arrowstyle": "->", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "color": color},
@@ -213,5 +236,6 @@ def _arrows(axes: Axes, gains: Mapping[str, Gain], unit: float) -> None:
             (start * end) ** 0.5 if log else (start + end) / 2, height, f"{gain.gain:.1f}×", color=color, fontsize=7,
             ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
-    axes.set_ylim(low, max(high, last + apart))
-    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])  # arrows may stand above 100 %
+    axes.set_ylim(min(low, last - apart) if gains else low, high)
+    if metric.percent:
+        axes.set_yticks([tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= 100])

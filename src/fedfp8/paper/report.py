@@ -1,68 +1,84 @@
 """Everything that can be drawn from the records in a folder, and one self-contained report.html. No torch.
 
 Comparisons go into the folders of their runs, the paper's tables, Figure 3, Figure 4, the theory figure and the report
-into the folder itself. The report has its pictures inside, so it opens from disk without a network.
+into the folder itself; nothing is ever written outside it. The page is put together in `page`.
 """
 
-import base64
-import html
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from fedfp8.errors import RunError
-from fedfp8.paper.compare import by_method, write_comparison
+from fedfp8.paper.compare import Comparison, write_comparison
 from fedfp8.paper.figures import draw_figure3, draw_figure4, draw_theory
-from fedfp8.paper.paper import TABLES, deviations
-from fedfp8.paper.paper_tables import Groups, machine_of, paper_runs, write_paper_table
-from fedfp8.paper.plots import NAMES
-from fedfp8.paper.records import RunRecord, find_runs, grouped
-from fedfp8.paper.tables import NONE, Table, duration_text, size_text
+from fedfp8.paper.page import Section, cell_section, image, note, page, sentence
+from fedfp8.paper.paper import CELLS, TABLES
+from fedfp8.paper.paper_tables import Groups, write_paper_table
+from fedfp8.paper.records import by_cell, find_runs, grouped, read_run
 
-__all__ = ["export_records", "write_report"]
-
-STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 74rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-bottom: 1px solid #ddd; } h3 { font-size: 1.05rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #e4e4e4; text-align: left; } td { white-space: nowrap; } th { background: #f5f5f5; }
-img { max-width: 100%; height: auto; display: block; margin: 1rem 0; } .column { width: 34rem; } .page { width: 68rem; }
-.note { color: #555; font-size: .85rem; max-width: 60rem; } summary { cursor: pointer; margin: .3rem 0; }
-"""  # noqa: E501
+__all__ = ["Report", "export_records", "write_report"]
 
 
 @dataclass(frozen=True)
-class Section:
-    title: str
-    body: str  # HTML
+class Report:
+    """What was written: the page, its first sentence, and the comparison of every group of runs."""
+
+    path: Path
+    headline: str
+    comparisons: list[Comparison]
 
 
-def write_report(folder: Path) -> Path:
-    """Redraw everything in `folder` from its records and write ``report.html``; returns its path.
+def write_report(folder: Path, chosen: Sequence[Path] | None = None) -> Report:
+    """Redraw everything in `folder` from its records and write ``report.html``.
+
+    chosen: only these run folders, whose comparison then goes into `folder` itself (`fedfp8 compare`); later reports on
+    that folder put it there again.
 
     Raises:
         RunError: there are no records in it.
     """
-    runs = find_runs(folder)
-    cells = paper_runs(folder)
-    sections = [_table(name, cells, folder) for name in TABLES if name != "figure4" and _wanted(name, cells, folder)]
-    sections += [_experiment(folder, name) for name in ("figure3", "theory") if (folder / f"{name}.json").exists()]
-    drawable = {cell: found for cell, found in cells.items() if len({run.method for run in found if run.points}) > 1}
-    if drawable:
-        draw_figure4(drawable, folder / "figure4")
-        sections.append(Section(TABLES["figure4"].title, _image(folder / "figure4.png", "page")))
-    sections += [_cell(parent, cell, found) for (parent, cell), found in grouped(runs).items()]
+    runs = find_runs(folder) if chosen is None else [read_run(path) for path in chosen]
+    groups = grouped(runs, folder)
+    if len(groups) == 1 and (chosen is not None or (folder / "compare.json").exists()):
+        groups = {(folder, cell): found for (_, cell), found in groups.items()}
+    comparisons = [write_comparison(parent, found) for (parent, _), found in groups.items()]
+    comparisons.sort(
+        key=lambda c: (not c.learned, -max((row.rounds for row in c.rows), default=0))
+    )  # the longest first
+    sections = [cell_section(comparison, result=len(comparisons) > 1) for comparison in comparisons]
+    sections += _paper_sections(folder, by_cell(run for run in runs if run.cell in CELLS))
     if not sections:
         raise RunError(
             f"{folder} has no records: no run folders (config.toml, history.jsonl), no figure3.json, no theory.json"
         )
     path = folder / "report.html"
-    path.write_text(_page(folder, runs, sections), encoding="utf-8")
-    return path
+    said = headline(comparisons)
+    path.write_text(page(folder, runs, said, sections), encoding="utf-8")
+    return Report(path, said, comparisons)
+
+
+def headline(comparisons: Sequence[Comparison]) -> str:
+    """The result in one sentence: that of the first, longest comparison."""
+    if not comparisons:
+        return "Figures of the paper, computed anew."
+    where = f"{comparisons[0].table.title}: " if len(comparisons) > 1 else ""
+    return where + sentence(comparisons[0])
+
+
+def _paper_sections(folder: Path, cells: Groups) -> list[Section]:
+    """The paper's tables and figures, as far as there are records for them."""
+    tables = [name for name in TABLES if name != "figure4" and _wanted(name, cells, folder)]
+    sections = [_table(name, cells, folder) for name in tables]
+    drawable = {cell: found for cell, found in cells.items() if len({run.method for run in found if run.learned}) > 1}
+    if drawable:
+        draw_figure4(drawable, folder / "figure4")
+        rest = [cell for cell in cells if cell not in drawable]
+        said = note(f"Not drawn, because they have not learned yet: {', '.join(rest)}.") if rest else ""
+        sections.append(Section(TABLES["figure4"].title, image(folder / "figure4.png", "page") + said))
+    sections += [_experiment(folder, name) for name in ("figure3", "theory") if (folder / f"{name}.json").exists()]
+    return sections
 
 
 def _wanted(name: str, cells: Groups, folder: Path) -> bool:
@@ -82,70 +98,14 @@ def _experiment(folder: Path, name: str) -> Section:
     data = json.loads((folder / f"{name}.json").read_text())
     if name == "figure3":
         draw_figure3(data, folder / name)
-        return Section("Figure 3: quantization errors, alone and averaged", _image(folder / "figure3.png", "page"))
+        return Section("Figure 3: quantization errors, alone and averaged", image(folder / "figure3.png", "page"))
     draw_theory(data, folder / name)
     text = (
         f"FedAvg-UQ on L2-regularised softmax regression on handwritten digits ({data['dimension']} weights, "
         f"{data['settings']['clients']} clients, {data['settings']['rounds']} rounds). The floor of the objective gap "
         f"falls as S to the power {data['exponent']:.2f}, S the largest grid step (Theorem 1: at most S, about 2^-m)."
     )
-    return Section("Theory: objective gap, its floor, and drift", _image(folder / "theory.png", "page") + _note(text))
-
-
-def _cell(folder: Path, cell: str, runs: Sequence[RunRecord]) -> Section:
-    comparison = write_comparison(folder, runs)
-    departures = sorted({item for run in runs for item in deviations(cell, run.config)})
-    said = f"Departs from the paper's setup: {'; '.join(departures)}." if departures else ""
-    rounds = "".join(
-        f"<details><summary>{html.escape(NAMES.get(run.method, run.method))}, seed {run.seed}: {run.rounds} of "
-        f"{run.planned} rounds, {duration_text(run.seconds)}</summary>{_rounds(run).html()}</details>\n"
-        for chosen in by_method(runs).values()
-        for run in chosen
-    )
-    about = _note(f"{said} Machine: {machine_of(runs)}. Last round: {max(run.date for run in runs)}.")
-    return Section(cell, comparison.table.html() + about + _image(folder / "compare.png", "column") + rounds)
-
-
-def _rounds(run: RunRecord) -> Table:
-    """The evaluated rounds of a run."""
-    header = ["round", "accuracy (%)", "accuracy of the model sent (%)", "loss", "bytes so far", "clients", "rejected"]
-    body = [
-        [
-            str(line["round"]),
-            f"{100 * line['accuracy']:.2f}",
-            f"{100 * line['accuracy_sent']:.2f}" if "accuracy_sent" in line else NONE,
-            f"{line['loss']:.4f}" if line.get("loss") is not None else NONE,
-            size_text(line["bytes_total"]),
-            str(len(line["clients"])),
-            str(len(line["rejected"])),
-        ]
-        for line in run.history
-        if line.get("accuracy") is not None
-    ]
-    return Table("", header, body)
-
-
-def _note(text: str) -> str:
-    return f"<p class=note>{html.escape(text.strip())}</p>\n"
-
-
-def _image(path: Path, kind: str) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img class={kind} alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}">\n'
-
-
-def _page(folder: Path, runs: Sequence[RunRecord], sections: Sequence[Section]) -> str:
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    what = (
-        f"{len(runs)} runs, {sum(run.rounds for run in runs):,} rounds, {duration_text(sum(r.seconds for r in runs))}"
-    )
-    body = "".join(f"<h2>{html.escape(section.title)}</h2>\n{section.body}" for section in sections)
-    return (
-        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>\n"
-        f"<title>fedfp8 report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>fedfp8 report</h1>\n"
-        f"{_note(f'Drawn from the records in {folder.resolve().name}/ ({what}) on {made}.')}{body}</body>\n</html>\n"
-    )
+    return Section("Theory: objective gap, its floor, and drift", image(folder / "theory.png", "page") + note(text))
 
 
 def export_records(folder: Path, target: Path) -> list[Path]:
@@ -161,4 +121,4 @@ def export_records(folder: Path, target: Path) -> list[Path]:
     return copied
 
 
-RECORDS = ("config.toml", "history.jsonl", "summary.json", "sizes.json")
+RECORDS = ("config.toml", "history.jsonl", "summary.json", "sizes.json", "payloads/tensors.json")

@@ -17,9 +17,9 @@ from fedfp8.paper.sizes import measure_sizes
 from fedfp8.paper.tables import Table, duration_text
 from fedfp8.paper.theory import run_theory
 
-__all__ = ["Clock", "plan_table", "run_computed", "run_jobs"]
+__all__ = ["Clock", "plan_table", "run_computed", "run_job", "run_jobs"]
 
-OnRound = Callable[[Job, dict[str, Any]], None]
+OnRound = Callable[[Job], Callable[[dict[str, Any]], None]]  # for a job, what it calls after every round
 
 
 @dataclass
@@ -78,12 +78,20 @@ def plan_table(jobs: Sequence[Job], workers: int) -> Table:
     return Table("", ["cell", "method", "seed", "status", "rounds", "a round", "time left"], body, (note,))
 
 
-def run_jobs(experiment: str, jobs: Sequence[Job], out: Path, *, workers: int, on_round: OnRound | None = None) -> bool:
+def run_jobs(
+    experiment: str,
+    jobs: Sequence[Job],
+    out: Path,
+    *,
+    workers: int,
+    on_round: OnRound | None = None,
+    device: str | None = None,
+) -> bool:
     """Run the jobs and write the table; False if Ctrl-C stopped it (what is there is written all the same)."""
     complete = True
     for job in jobs:
         if job.status != "done":
-            complete = _run(job, workers, on_round)
+            complete = run_job(job, workers=workers, device=device, on_round=on_round(job) if on_round else None)
         if not complete:
             break
         measure_sizes(job.folder)
@@ -92,17 +100,22 @@ def run_jobs(experiment: str, jobs: Sequence[Job], out: Path, *, workers: int, o
     return complete
 
 
-def _run(job: Job, workers: int, on_round: OnRound | None) -> bool:
-    def tell(line: dict[str, Any]) -> None:
-        if on_round is not None:
-            on_round(job, line)
-
-    if job.status == "new":
-        history = fl.run(job.config, out=job.folder, workers=workers, on_round=tell)
+def run_job(
+    job: Job,
+    *,
+    workers: int,
+    device: str | None = None,
+    on_round: Callable[[dict[str, Any]], None] | None = None,
+    overwrite: bool = False,
+) -> bool:
+    """Run or resume one job; False if Ctrl-C stopped it."""
+    if overwrite or job.status == "new":
+        history = fl.run(
+            job.config, out=job.folder, workers=workers, device=device, on_round=on_round, overwrite=overwrite
+        )
     else:
-        set_length(job)
-        (job.folder / "sizes.json").unlink(missing_ok=True)  # its date would be that of the shorter run
-        history = fl.resume(job.folder, workers=workers, on_round=tell)
+        set_length(job.folder, job.rounds)
+        history = fl.resume(job.folder, workers=workers, device=device, on_round=on_round)
     return bool(history.summary["finished"])
 
 

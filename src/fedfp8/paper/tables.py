@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Table", "duration_text", "gain_text", "size_text", "spread_text"]
+__all__ = ["NOT_LEARNED", "Table", "duration_text", "gain_text", "size_text", "spread_text"]
 
 NONE = "–"
+NOT_LEARNED = "not learned yet"  # in place of a gain: either side is at chance level
 
 
 class SpreadLike(Protocol):
@@ -79,8 +80,11 @@ def spread_text(value: SpreadLike | None, scale: float = 1.0, digits: int = 1) -
     return text if value.std is None else f"{text} ± {scale * value.std:.{digits}f}"
 
 
-def gain_text(value: SpreadLike | None) -> str:
-    return NONE if value is None else f"{value.mean:.1f}×"
+def gain_text(value: SpreadLike | None, learned: bool = True) -> str:
+    """``8.7×``, with the spread between seeds where there are several; in words where nothing was learned yet."""
+    if not learned:
+        return NOT_LEARNED
+    return NONE if value is None else f"{spread_text(value)}×"
 
 
 def size_text(size: float) -> str:

@@ -6,7 +6,7 @@ reference   coded as steps from a reference, quantized to the new grid with the 
             flag NO_DICE, without them: better for weights that already sit on the grid)
 same        exactly that prediction: no data at all
 
-Which of the message's references it is stands in the mode too, from bit INDEX on.
+Which of the message's references it is stands in the mode too, from bit INDEX on; ALL: a mix of them (`mix.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,12 @@ from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, tensor_seed
 from fedfp8.wire import rawbits, steps, stream
 from fedfp8.wire.container import REFERENCES, version_of
+from fedfp8.wire.mix import Mix, fit_mix, read_mix
 
 __all__ = [
+    "ALL",
     "INDEX",
+    "MIX",
     "NO_DICE",
     "RAW",
     "REFERENCE",
@@ -41,6 +44,8 @@ __all__ = [
 RAW, STATIC, REFERENCE, SAME = range(4)
 NO_DICE = 4
 INDEX = 3
+ALL = 3  # in the place of an index
+MIX = REFERENCE | ALL << INDEX
 MODES = ("raw", "static", "reference", "same")
 
 
@@ -50,6 +55,10 @@ class Reference:
 
     values: np.ndarray
     rms: float  # for dithered tensors, else 0
+
+    def piece(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        """Some of the values; `out` is for those that have to be computed."""
+        return self.values[start:stop]
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,8 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
 
 def mode_name(mode: int, references: int = 1) -> str:
     """For people; which reference it is where a message has several."""
+    if mode == MIX:
+        return "mix"
     given = mode & 3 in (REFERENCE, SAME)
     if mode >> INDEX >= REFERENCES or (mode & ~3 and not given):
         return f"unknown ({mode})"
@@ -120,7 +131,7 @@ def mode_name(mode: int, references: int = 1) -> str:
 
 
 def reference_of(mode: int) -> int | None:
-    """Which of the message's references a mode asks for; None for raw and static."""
+    """Which of the message's references a mode asks for (ALL: every one); None for raw and static."""
     return mode >> INDEX if mode & 3 in (REFERENCE, SAME) else None
 
 
@@ -147,18 +158,18 @@ def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
 
 
 def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
-    """As steps from whatever reference, or from none, promises the fewest bits on a sample."""
-    candidates: list[int | None] = [*range(len(plan.references))]
-    if plan.dithered and (plan.version > 1 or not candidates):  # version 1 always took its reference
-        candidates.append(None)
-    found = [steps.fit(plan, codes, None if i is None else plan.references[i]) for i in candidates]
-    best = min(range(len(found)), key=lambda i: found[i].cost)
-    index, fitted = candidates[best], found[best]
+    """As steps from whatever reference, mix of all, or from none, promises the fewest bits on a sample."""
+    found: list[tuple[int, Reference | Mix | None]] = [
+        (REFERENCE | i << INDEX, reference) for i, reference in enumerate(plan.references)
+    ]
+    if plan.dithered and (plan.version > 1 or not found):  # version 1 always took its reference
+        found.append((STATIC, None))
+    if plan.dithered and len(plan.references) > 1 and (mix := fit_mix(plan, codes, steps.sample(plan))):
+        found.append((MIX, mix))
+    fits = [(mode, steps.fit(plan, codes, given)) for mode, given in found]
+    mode, fitted = min(fits, key=lambda pair: pair[1].cost)
     data = steps.encode(plan, codes, fitted)
-    if index is None:
-        return STATIC, data
-    mode = (REFERENCE if data else SAME) | (0 if fitted.predictor.dice or not plan.dice else NO_DICE)
-    return mode | index << INDEX, data
+    return mode | (0 if data else SAME) | (0 if fitted.predictor.dice or not plan.dice else NO_DICE), data
 
 
 def decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
@@ -180,8 +191,11 @@ def _decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
         return stream.decode_bytes(data, plan.size, plan.bits)
     if mode == STATIC:
         return steps.decode(plan, data, None, True)
+    if mode == MIX and plan.dithered:
+        mix, data = read_mix(plan.references, data)
+        return steps.decode(plan, data, mix, True)
     index = reference_of(mode)
-    if index is None or (mode & NO_DICE and plan.dithered):
+    if index is None or index >= REFERENCES or (mode & NO_DICE and plan.dithered):
         raise WireFormatError("this mode does not exist in this version; the message is damaged or from a newer fedfp8")
     if index >= len(plan.references):
         raise WireFormatError(

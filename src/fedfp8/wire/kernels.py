@@ -18,6 +18,26 @@ FLIP = 0x8000  # bit of a context: the step is coded with its sign turned
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
+# A mix of references, and the sums it is fitted with. Products of float32 numbers are exact in float64: a compiler that
+# fuses them with the additions changes no bit.
+
+
+@kernel
+def mix(a, b, c, x, y, z, out):
+    """x * a + y * b + z * c, added from the left in float64 and rounded to float32 once."""
+    for i in range(out.size):
+        out[i] = F(x * np.float64(a[i]) + y * np.float64(b[i]) + z * np.float64(c[i]))
+
+
+@kernel
+def product(a, b):
+    """Sum of a * b, front to back."""
+    total = 0.0
+    for i in range(a.size):
+        total += np.float64(a[i]) * np.float64(b[i])
+    return total
+
+
 # Predictions: the reference on the new grid with the message's dice, and the context of the step from there
 
 

@@ -33,7 +33,7 @@ def encode(
     """The payload of `q`: the same bytes for the same arguments on every machine.
 
     references: up to 3 states the receiver holds too, bit for bit; every tensor is then coded given the values of the
-    one that helps most, and the header names those that helped. reference: a single one.
+    one that helps most, or of a mix of all, and the header names those that helped. reference: a single one.
     lossless=False: mode raw for every tensor, the paper's byte a weight.
     with_layout: include names, shapes and formats, for a receiver that has no model.
     """
@@ -47,7 +47,7 @@ def encode(
         codec.encode(plan, q.codes[plan.name].numpy(), lossless) for plan in codec.plans(q, given) if not plan.empty
     ]
     asked = {codec.reference_of(mode) for mode, _ in coded}
-    used = [i for i in range(len(given)) if i in asked]  # the receiver need not have the others
+    used = [i for i in range(len(given)) if asked & {i, codec.ALL}]  # the receiver need not have the others
     head = write_header(q, [given[i].fingerprint for i in used], with_layout)
     return seal(head, *_write_plain(q), *_write_coded(coded, used))
 
@@ -60,7 +60,7 @@ def _write_coded(coded: list[tuple[int, bytes]], used: list[int]) -> Iterator[by
     """mode | length | data of every tensor; references are counted among those that are used."""
     for mode, data in coded:
         index = codec.reference_of(mode)
-        new = mode if index is None else mode + (used.index(index) - index << codec.INDEX)
+        new = mode if index is None or index == codec.ALL else mode + (used.index(index) - index << codec.INDEX)
         yield bytes([new]) + varint(len(data))
         yield data
 

@@ -20,6 +20,7 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import build
 from fedfp8.fl.run import OnRound
+from fedfp8.fl.task import complete
 from fedfp8.flower.deployment import Deployment
 from fedfp8.flower.environment import keep_quiet
 from fedfp8.flower.localgrid import LocalGrid
@@ -53,13 +54,14 @@ def run(
     if engine not in ENGINES:
         raise ConfigError(f"engine {engine!r}; choose one of {', '.join(ENGINES)}")
     keep_quiet()
+    config = complete(config)
     folder = Path(out)
     if overwrite and (folder / "config.toml").exists():
         RunFolder.create(folder, config, overwrite=True).close()
     if engine == "deploy":
         _deploy(config, folder, nodes or 2, timeout, on_round)
         return
-    clients = len(build(config).parts)
+    clients = len(build(config).clients)
     if engine == "ray" and nodes not in (0, clients):
         raise ConfigError(f"--nodes {nodes} with engine ray, which runs one node a client ({clients}); leave it out")
     server = server_app(config, folder, nodes=nodes or clients, timeout=timeout, on_round=on_round)

@@ -1,0 +1,104 @@
+"""The pictures of docs/method.md, drawn from the product's own code.
+
+    python benchmarks/dq_pictures.py                 # docs/figures/cohort-error.svg, docs/figures/references.svg
+
+cohort-error: error of the mean of what a cohort receives, for the same random bits, independent ones, and places.
+references: bits per weight of each round's downlink by what the tensors were coded given, on the `digits` preset.
+"""
+
+import argparse
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+import torch
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from fedfp8 import Wire, dither, inspect, undither
+from fedfp8.fl import preset
+from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.federation import build
+from fedfp8.fl.pool import Executor
+from fedfp8.fl.simulate import Server, run_round
+from fedfp8.fl.wires import server_link
+from fedfp8.nn import state_of
+
+STEP = 1.0
+COHORTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32)
+
+
+def error_of_mean(cohort: int, kind: str) -> float:
+    """Rms over 65,536 weights of the error of the mean, in steps."""
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1)) * 3
+    mean = torch.zeros(x.numel(), dtype=torch.float64)
+    for client in range(cohort):
+        strata = Wire().places(cohort) if kind == "places" else 1
+        draw = {"seed": client if kind == "independent" else 0, "place": client % strata, "strata": strata}
+        mean += undither(dither(x, STEP, **draw), STEP, **draw).double() / cohort
+    return float((mean - x).square().mean().sqrt())
+
+
+def draw_errors(path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    kinds = {"same": "the same bits for all", "independent": "independent bits", "places": "places (DQ)"}
+    for kind, label in kinds.items():
+        axes.plot(COHORTS, [error_of_mean(n, kind) for n in COHORTS], marker="o", markersize=3, label=label)
+    theory = [1 / math.sqrt(12) / min(n, 16) for n in COHORTS]
+    axes.plot(COHORTS, theory, ":", color="grey", label="1 / (√12 · min(P, 16))")
+    axes.set(xscale="log", yscale="log", xlabel="clients in the round, P", ylabel="rms error of their mean, in steps")
+    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+class Watching:
+    """Workers in this process that look into every payload."""
+
+    notes: list[str] = []  # noqa: RUF012
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.bits = executor, defaultdict(float)
+        self.weights = 0
+
+    def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
+        for task in tasks:
+            layout = state_of(self.executor.client.network("E4M3")).layout
+            for row in inspect(task.payload, layout).rows or ():
+                self.bits[row.mode.partition(",")[0]] += 8 * row.bytes
+                self.weights += row.elements
+            yield self.executor(task)
+
+
+def draw_references(path: Path, rounds: int) -> None:
+    config = preset("digits", "dq", round__count=rounds)
+    federation = build(config)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(0, state_of(federation.network(config)))
+        link = server_link(config, federation, server.state, Path(folder))
+        for _ in range(rounds):
+            watching = Watching(Executor(config, federation, Path(folder)))
+            server, _ = run_round(server, config, federation, watching, link)
+            found.append({mode: bits / watching.weights for mode, bits in watching.bits.items()})
+    modes = sorted({mode for line in found for mode in line})
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    axes.stackplot(range(1, rounds + 1), [[line.get(mode, 0.0) for line in found] for mode in modes], labels=modes)
+    axes.set(xlabel="round", ylabel="bits per weight down", xlim=(1, rounds))
+    axes.legend(frameon=False, loc="upper left")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"))
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    draw_errors(arguments.out / "cohort-error.svg")
+    draw_references(arguments.out / "references.svg", arguments.rounds)

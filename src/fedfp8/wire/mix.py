@@ -1,0 +1,92 @@
+"""A mix of all references of a message as the reference of a dithered tensor: the sum of coefficient * reference.
+
+Two models that are each some way off, in directions of their own, are together nearer than either of them: the
+prediction gains what their errors do not share. The coefficients travel with the tensor, 4 bytes each.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedfp8.errors import WireFormatError
+from fedfp8.fp8.kernels import undither
+from fedfp8.fp8.parallel import WEYL, dither_keys
+from fedfp8.wire import kernels
+from fedfp8.wire.container import AGAIN, Reader
+
+if TYPE_CHECKING:
+    from fedfp8.wire.codec import Plan, Reference
+
+__all__ = ["LARGEST", "Mix", "fit_mix", "read_mix"]
+
+LARGEST = 16.0  # magnitude of a coefficient
+DEPENDENT = 2.0**-32  # share of a reference's square that the others must leave; below it they do not tell it apart
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Two or three references and their coefficients, which are float32 numbers."""
+
+    references: "tuple[Reference, ...]"
+    coefficients: tuple[float, ...]
+
+    @property
+    def rms(self) -> float:
+        """About: exact for references that differ by a factor, and they are nearly the same. Cut within float32."""
+        return min(abs(sum(c * r.rms for c, r in zip(self.coefficients, self.references, strict=True))), 2.0**126)
+
+    def piece(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        first, second, *third = [r.values[start:stop] for r in self.references]
+        kernels.mix(first, second, *(third or [first]), *self.coefficients, *([] if third else [0.0]), out)
+        return out
+
+    def to_bytes(self) -> bytes:
+        return np.array(self.coefficients, "<f4").tobytes()
+
+
+def read_mix(references: "tuple[Reference, ...]", data: memoryview) -> tuple[Mix, memoryview]:
+    """(mix, what follows) of a tensor's data."""
+    if len(references) < 2:
+        raise WireFormatError(f"a mix of {len(references)} references; it takes two or three; {AGAIN}")
+    reader = Reader(data, "mix")
+    coefficients = tuple(np.frombuffer(reader.take(4 * len(references), "coefficients"), "<f4").tolist())
+    if not all(abs(c) <= LARGEST for c in coefficients):
+        raise WireFormatError(f"coefficients {coefficients}; they are finite and at most {LARGEST:g}; {AGAIN}")
+    return Mix(references, coefficients), reader.take(reader.left, "steps")
+
+
+def fit_mix(plan: "Plan", codes: np.ndarray, spans: Sequence[tuple[int, int]]) -> Mix | None:
+    """Least squares of what the receiver will have on the references, over the sample; None if they cannot be mixed.
+
+    Sums in a fixed order of products that are exact: the same coefficients on every machine.
+    """
+    key, *others = dither_keys(plan.seed, plan.place, plan.strata)
+    wanted = [np.empty(b - a, np.float32) for a, b in spans]
+    for (a, b), out in zip(spans, wanted, strict=True):
+        undither(codes[a:b], out, np.float32(plan.step), np.uint32((int(key) + WEYL * a) % 2**32), *others)
+    columns = [np.concatenate([r.values[a:b] for a, b in spans]) for r in plan.references]
+    columns.append(np.concatenate(wanted))
+    solved = _solved([[kernels.product(p, q) for q in columns] for p in columns[:-1]])
+    if solved is None or not all(abs(c) <= LARGEST for c in solved):
+        return None
+    mix = Mix(plan.references, tuple(float(np.float32(c)) for c in solved))
+    most = sum(abs(c) * r.rms for c, r in zip(mix.coefficients, mix.references, strict=True)) * math.sqrt(plan.size)
+    return mix if most < 2.0**127 else None  # no element can pass the float32 range
+
+
+def _solved(rows: list[list[float]]) -> list[float] | None:
+    """Of the normal equations [Gram matrix | right side]; None if references depend on each other."""
+    n, squares = len(rows), [row[i] for i, row in enumerate(rows)]
+    for i in range(n):
+        if not rows[i][i] > DEPENDENT * squares[i]:
+            return None
+        for j in range(i + 1, n):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [q - factor * p for p, q in zip(rows[i], rows[j], strict=True)]
+    found = [0.0] * n
+    for i in reversed(range(n)):
+        found[i] = (rows[i][n] - sum(rows[i][j] * found[j] for j in range(i + 1, n))) / rows[i][i]
+    return found
