@@ -38,6 +38,8 @@ from peer_codecs import OURS, WIRES, Peer, Shapes, tensors, vector
 
 # The federation
 
+Run = tuple[list[dict], dict[str, list[float]]]
+
 
 def shapes_of(model: nn.Module) -> Shapes:
     state = model.state_dict()
@@ -46,7 +48,7 @@ def shapes_of(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def run(peer: Peer, config: Config, federation: Federation, shapes: Shapes) -> tuple[list[dict], dict]:
+def run(peer: Peer, config: Config, federation: Federation, shapes: Shapes) -> Run:
     """(history as `RunRecord` has it, processor seconds of every call by direction and side)."""
     network = federation.network(config)
     model, total, seconds = vector(network.state_dict()), 0, defaultdict(list)
@@ -88,8 +90,8 @@ def accuracy(network: nn.Module, federation: Federation) -> float:
 # The table
 
 
-def row(name: str, runs: list[tuple[list[dict], dict]], base: list[tuple[list[dict], dict]], config: Config) -> dict:
-    """Means over the seeds. Bytes are those of a message; speeds are medians over the messages up."""
+def row(name: str, runs: list[Run], base: list[Run], config: Config, weights: int) -> dict:
+    """Means over the seeds. Bytes are those of a message; speeds are medians over messages, in MB of float32 a second."""
     messages = sum(len(line["clients"]) for history, _ in runs for line in history)
     totals = [sum(line.get(key, 0) for history, _ in runs for line in history) for key in ("bytes_up", "bytes_down")]
     records = [[RunRecord(Path(name), to_dict(config), history, {}, {}, {}) for history, _ in r] for r in (runs, base)]
@@ -102,34 +104,34 @@ def row(name: str, runs: list[tuple[list[dict], dict]], base: list[tuple[list[di
         values = [line["accuracy"] for history, _ in runs for line in history if line["round"] == number]
         found |= {f"accuracy_{number}": statistics.mean(values)} if values else {}
     for what in ("encode_up", "decode_up", "encode_down", "decode_down"):
-        found[f"{what}_seconds"] = statistics.median(t for _, seconds in runs for t in seconds[what])
+        median = statistics.median(t for _, seconds in runs for t in seconds[what])
+        found[f"{what}_mbps"] = 4e-6 * weights / max(median, 1e-9)
     return found
 
 
-def markdown(rows: list[dict], weights: int) -> str:
+def markdown(rows: list[dict]) -> str:
     def shown(r: dict) -> dict[str, str]:
         found = {"wire": r["wire"], "bytes up": f"{r['bytes_up']:,.0f}", "bytes down": f"{r['bytes_down']:,.0f}"}
         found["gain over FP32"] = "not learned yet" if r["gain"] is None else f"{r['gain']:.2f}"
         found["at accuracy"] = "" if r["gain_at"] is None else f"{100 * r['gain_at']:.1f} %"
         found |= {f"round {k.partition('_')[2]}": f"{100 * v:.1f} %" for k, v in r.items() if k.startswith("accuracy")}
-        for side in ("encode", "decode"):
-            found[f"{side} MB/s"] = f"{4e-6 * weights / max(r[f'{side}_up_seconds'], 1e-9):,.0f}"
+        found |= {f"{side} MB/s": f"{r[f'{side}_up_mbps']:,.0f}" for side in ("encode", "decode")}
         return found
 
     return table([shown(r) for r in rows])
 
 
 def beaten(rows: list[dict]) -> list[str]:
-    """Where a peer is better than DQ without a shared start, in the units of the JSON."""
+    """Where peers are better than DQ without a shared start, best first."""
     ours = next(r for r in rows if r["wire"] == OURS)
     found = []
-    for key in [k for k in ours if k not in ("wire", "gain_at") and ours[k] is not None]:
-        sign = 1 if key == "gain" or key.startswith("accuracy") else -1
-        better = [r for r in rows if "ours" not in r["wire"] and r.get(key) and sign * r[key] > sign * ours[key]]
-        better.sort(key=lambda r: -sign * r[key])
+    for key in [key for key, value in ours.items() if isinstance(value, float) and key != "gain_at"]:
+        sign = -1 if key.startswith("bytes") else 1
+        better = [r for r in rows if "ours" not in r["wire"] and r[key] and sign * r[key] > sign * ours[key]]
         if better:
-            names = ", ".join(f"{r['wire']} {r[key]:.4g}" for r in better)
-            found.append(f"- {key}: DQ has {ours[key]:.4g}; better: {names}")
+            better.sort(key=lambda r: -sign * r[key])
+            names = "; ".join(f"{r['wire']} {r[key]:.4g}" for r in better)
+            found.append(f"- {key}: DQ {ours[key]:.4g}, better are {names}")
     return found
 
 
@@ -150,7 +152,7 @@ def measure(config: Config, seeds: Iterable[int], names: Iterable[str]) -> tuple
             done[name].append(run(peer, seeded, federation, shapes))
             last = done[name][-1][0][-1]
             print(f"seed {seed}, {name}: {last['bytes_total']:,} bytes, {last['accuracy']:.1%}", file=sys.stderr)
-    return [row(name, runs, done["FP32"], config) for name, runs in done.items()], skipped, len(start)
+    return [row(name, runs, done["FP32"], config, len(start)) for name, runs in done.items()], skipped, len(start)
 
 
 def main() -> None:
@@ -159,15 +161,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seeds", default="0", help="e.g. 0,1,2")
     parser.add_argument("--data-dir", default="")
+    parser.add_argument("--only", default="", help="FP32, DQ and the wires whose names contain this")
     parser.add_argument("--out", type=Path, help="folder for peers-PRESET.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = preset(given.preset, "fp32", round__count=given.rounds, round__eval_every=1, data__dir=given.data_dir)
+    names = [name for name in WIRES if given.only in name or name in ("FP32", OURS)]
     load = os.getloadavg()
-    rows, skipped, weights = measure(config, [int(seed) for seed in given.seeds.split(",")], WIRES)
+    rows, skipped, weights = measure(config, [int(seed) for seed in given.seeds.split(",")], names)
     better = beaten(rows)
     print("Where a peer is better than DQ (without a shared start):\n\n" + ("\n".join(better) or "nowhere"))
-    print(f"\n{markdown(rows, weights)}\n")
+    print(f"\n{markdown(rows)}\n")
     for name, reason in skipped.items():
         print(f"skipped: {name} ({reason})")
     busy = max(load[0], os.getloadavg()[0]) > len(os.sched_getaffinity(0)) / 2
