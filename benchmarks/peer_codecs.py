@@ -186,12 +186,12 @@ class NNCodec(Codec):
         from nncodec import nn as codec
 
         super().__init__(shapes)
-        self.folder = tempfile.TemporaryDirectory()  # it also writes what it returns
-        self.codec, self.settings = codec, {"qp": qp, "verbose": False, "results": self.folder.name}
+        self.codec, self.settings = codec, {"qp": qp, "verbose": False}
 
     def encode(self, x: Vector, seed: int) -> bytes:
         named = {name: t.numpy().copy() for name, t in tensors(x, self.shapes).items()}
-        return bytes(self.codec.encode(named, self.settings))
+        with tempfile.TemporaryDirectory() as folder:  # it also writes what it returns
+            return bytes(self.codec.encode(named, self.settings | {"results": folder}))
 
     def decode(self, data: bytes) -> Vector:
         found = self.codec.decode(bytearray(data), self.settings)
@@ -296,6 +296,7 @@ WIRES: dict[str, Callable[[Shapes, Vector], Peer]] = {
     "zstandard on FP32": lambda s, w: Peer(Zstandard(s), Zstandard(s), change=False),
     "NNCodec (qp -32, its default)": lambda s, w: Peer(NNCodec(s), NNCodec(s)),
     "NNCodec qp -24, feedback up": lambda s, w: Peer(NNCodec(s, -24), NNCodec(s, -24), feedback=True),
+    "NNCodec qp -20, feedback up": lambda s, w: Peer(NNCodec(s, -20), NNCodec(s, -20), feedback=True),
     "NNCodec qp -18, feedback up": lambda s, w: Peer(NNCodec(s, -18), NNCodec(s, -18), feedback=True),
     "QSGD 4 bit up, FP32 down": lambda s, w: Peer(Float32(s), Qsgd(s)),
     "QSGD 4 bit up, FP16 down": lambda s, w: Peer(Float16(s), Qsgd(s)),

@@ -90,16 +90,14 @@ def accuracy(network: nn.Module, federation: Federation) -> float:
 # The table
 
 
-def row(name: str, runs: list[Run], base: list[Run], config: Config, weights: int) -> dict:
-    """Means over the seeds. Bytes are those of a message; speeds are medians over messages, in MB of float32 a second."""
+def row(name: str, done: dict[str, list[Run]], config: Config, weights: int) -> dict:
+    """Means over the seeds. Bytes are those of a message; speeds are medians over them, in MB of float32 a second."""
+    runs = done[name]
     messages = sum(len(line["clients"]) for history, _ in runs for line in history)
     totals = [sum(line.get(key, 0) for history, _ in runs for line in history) for key in ("bytes_up", "bytes_down")]
-    records = [[RunRecord(Path(name), to_dict(config), history, {}, {}, {}) for history, _ in r] for r in (runs, base)]
-    learned = all(record.learned for side in records for record in side)
-    gains = [gain_between(fp32.points, own.points) for own, fp32 in zip(*records, strict=True)] if learned else []
-    found = {"wire": name, "bytes_up": totals[0] / messages, "bytes_down": totals[1] / messages}
-    found |= {"gain": statistics.mean(g.gain for g in gains) if gains else None}
-    found |= {"gain_at": statistics.mean(g.value for g in gains) if gains else None}
+    found: dict[str, Any] = {"wire": name, "bytes_up": totals[0] / messages, "bytes_down": totals[1] / messages}
+    found["gain"], found["gain_at"] = gain(done["FP32"], runs, config)
+    found["bytes_of_dq"], _ = gain(runs, done[OURS], config)
     for number in (10, 20, config.round.count):
         values = [line["accuracy"] for history, _ in runs for line in history if line["round"] == number]
         found |= {f"accuracy_{number}": statistics.mean(values)} if values else {}
@@ -109,11 +107,24 @@ def row(name: str, runs: list[Run], base: list[Run], config: Config, weights: in
     return found
 
 
+def gain(base: list[Run], method: list[Run], config: Config) -> tuple[float, float] | tuple[None, None]:
+    """(the method's gain over the base, the accuracy at which it is taken) by the paper's definition; not at chance."""
+    pairs = [
+        [RunRecord(Path(), to_dict(config), history, {}, {}, {}) for history, _ in pair]
+        for pair in zip(base, method, strict=True)
+    ]
+    if not all(record.learned for pair in pairs for record in pair):
+        return None, None
+    gains = [gain_between(one.points, other.points) for one, other in pairs]
+    return statistics.mean(g.gain for g in gains), statistics.mean(g.value for g in gains)
+
+
 def markdown(rows: list[dict]) -> str:
     def shown(r: dict) -> dict[str, str]:
         found = {"wire": r["wire"], "bytes up": f"{r['bytes_up']:,.0f}", "bytes down": f"{r['bytes_down']:,.0f}"}
         found["gain over FP32"] = "not learned yet" if r["gain"] is None else f"{r['gain']:.2f}"
         found["at accuracy"] = "" if r["gain_at"] is None else f"{100 * r['gain_at']:.1f} %"
+        found["bytes of DQ"] = "" if r["bytes_of_dq"] is None else f"{r['bytes_of_dq']:.2f} x"
         found |= {f"round {k.partition('_')[2]}": f"{100 * v:.1f} %" for k, v in r.items() if k.startswith("accuracy")}
         found |= {f"{side} MB/s": f"{r[f'{side}_up_mbps']:,.0f}" for side in ("encode", "decode")}
         return found
@@ -126,7 +137,7 @@ def beaten(rows: list[dict]) -> list[str]:
     ours = next(r for r in rows if r["wire"] == OURS)
     found = []
     for key in [key for key, value in ours.items() if isinstance(value, float) and key != "gain_at"]:
-        sign = -1 if key.startswith("bytes") else 1
+        sign = -1 if key.startswith("bytes") else 1  # fewer bytes, more of all else
         better = [r for r in rows if "ours" not in r["wire"] and r[key] and sign * r[key] > sign * ours[key]]
         if better:
             better.sort(key=lambda r: -sign * r[key])
@@ -152,7 +163,7 @@ def measure(config: Config, seeds: Iterable[int], names: Iterable[str]) -> tuple
             done[name].append(run(peer, seeded, federation, shapes))
             last = done[name][-1][0][-1]
             print(f"seed {seed}, {name}: {last['bytes_total']:,} bytes, {last['accuracy']:.1%}", file=sys.stderr)
-    return [row(name, runs, done["FP32"], config, len(start)) for name, runs in done.items()], skipped, len(start)
+    return [row(name, done, config, len(start)) for name in done], skipped, len(start)
 
 
 def main() -> None:
@@ -180,7 +191,9 @@ def main() -> None:
         content = with_circumstances(rows)
         content["machine"] |= {"load": f"{load[0]:.1f} to {os.getloadavg()[0]:.1f}"} | versions()
         content |= {"command": sys.argv, "weights": weights, "better_than_dq": better, "skipped": skipped}
-        (given.out / f"peers-{given.preset}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (given.out / f"{'-'.join(filter(None, ['peers', given.preset, given.only]))}.json").write_text(
+            json.dumps(content, indent=1) + "\n"
+        )
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,232 @@
+"""benchmarks/peers.py: every wire's bytes decode to what it claims, and the federation is the engine's."""
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedfp8.link.wire import WIRES as LINKS
+from fl_tools import Inline, rounds_with, start, tiny
+
+SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (7, 40), "b.bias": (7,)}
+SIZES = [math.prod(shape) for shape in SHAPES.values()]
+N = sum(SIZES)
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator:
+    """The two scripts, imported as they import each other."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    try:
+        import peers
+
+        yield peers
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def codecs(peers):
+    import peer_codecs
+
+    return peer_codecs
+
+
+def draw(seed: int) -> np.ndarray:
+    """Weights, some of them zero."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(N) * (rng.random(N) > 0.1)).astype(np.float32)
+
+
+def round_trip(codec, x: np.ndarray, seed: int = 0) -> np.ndarray:
+    data = codec.encode(x, seed)
+    assert isinstance(data, bytes)
+    found = codec.decode(data)
+    assert found.dtype == np.float32 and found.shape == x.shape
+    return found
+
+
+def per_weight(values: np.ndarray, block: int) -> np.ndarray:
+    return np.repeat(values, block)[:N]
+
+
+def largest(x: np.ndarray, block: int) -> np.ndarray:
+    """Of each block, for each weight."""
+    return per_weight(np.array([np.abs(x[i : i + block]).max() for i in range(0, N, block)], np.float64), block)
+
+
+@pytest.mark.parametrize("name", ["Float32", "Zlib", "Bz2", "Zstandard"])
+def test_lossless_codecs_give_back_every_bit(codecs, name: str) -> None:
+    if name == "Zstandard":
+        pytest.importorskip("zstandard")
+    x = draw(0)
+    assert round_trip(getattr(codecs, name)(SHAPES), x).tobytes() == x.tobytes()
+
+
+def test_float16_and_int8_are_off_by_at_most_half_a_step(codecs) -> None:
+    x = draw(1)
+    error = np.abs(round_trip(codecs.Float16(SHAPES), x) - x)
+    assert (error <= np.abs(x) * 2.0**-11 + 2.0**-25).all()  # half a unit in the last of 11 bits; of subnormals
+    error = np.abs(round_trip(codecs.Int8(SHAPES), x).astype(np.float64) - x)
+    top = largest(x, codecs.Int8.block)
+    assert (error <= top / 254 + 4 * top * 2.0**-23).all()  # half of a 127th, and four float32 roundings
+    assert len(codecs.Int8(SHAPES).encode(x, 0)) == N + 4 * math.ceil(N / codecs.Int8.block)
+
+
+def test_qsgd_has_four_bits_and_no_bias(codecs) -> None:
+    """Draws are independent and within a step of x, so by Hoeffding their mean is off by more than t with a chance of
+    at most 2 exp(-2 draws t² / step²); t makes that one in a million for all weights together."""
+    x, codec, draws = draw(2), codecs.Qsgd(SHAPES), 400
+    assert len(codec.encode(x, 0)) == math.ceil(N / 2) + 4 * math.ceil(N / codec.block)
+    step = largest(x, codec.block) / codec.levels
+    found = np.stack([round_trip(codec, x, seed) for seed in range(draws)]).astype(np.float64)
+    slack = 8 * 2.0**-23 * np.abs(found).max()  # float32 roundings
+    assert (np.abs(found - x) <= step + slack).all()
+    t = step * math.sqrt(math.log(2e6 * N) / (2 * draws))
+    assert (np.abs(found.mean(0) - x) <= t + slack).all()
+    assert np.abs(found[0] - found[1]).max() > 0  # it does draw
+
+
+def test_drive_has_one_bit_and_its_scale_is_unbiased(codecs) -> None:
+    """With S = |x|² / |Rx|_1 the estimate x' has <x, x'> = |x|² in every block, whatever the rotation: its error is
+    orthogonal to x, and over uniformly random rotations has mean 0 by symmetry. |x'|² is d S²."""
+    x, codec = draw(3), codecs.Drive(SHAPES)
+    rows = codecs.blocks(x, codec.block).astype(np.float64)
+    assert len(codec.encode(x, 0)) == 8 + len(rows) * (codec.block // 8 + 4)
+    full = codecs.Drive({"w": (rows.size,)})  # with the last block's zeros, which are not zero after decoding
+    found = full.decode(full.encode(rows.ravel().astype(np.float32), 5)).reshape(rows.shape).astype(np.float64)
+    np.testing.assert_allclose((found * rows).sum(1), (rows**2).sum(1), rtol=1e-5)
+    scale = (rows**2).sum(1) / np.abs(codecs.hadamard(rows * full._signs(rows.shape, 5))).sum(1)
+    np.testing.assert_allclose((found**2).sum(1), codec.block * scale**2, rtol=1e-5)
+    np.testing.assert_array_equal(round_trip(codec, x, 5), found.ravel()[:N].astype(np.float32))
+    np.testing.assert_allclose(codecs.hadamard(codecs.hadamard(rows)), rows, atol=1e-12)
+
+
+def test_top_k_keeps_the_largest_and_feedback_loses_nothing(codecs) -> None:
+    x, codec = draw(4), codecs.TopK(SHAPES)
+    found = round_trip(codec, x)
+    kept = np.flatnonzero(found)
+    assert len(kept) == N // 100 and (found[kept] == x[kept]).all()
+    assert np.abs(np.delete(x, kept)).max() <= np.abs(x[kept]).min()
+    assert len(codec.encode(x, 0)) == 4 * codec.k + math.ceil(codec.k * math.ceil(math.log2(N)) / 8)
+    peer, zero = codecs.Peer(codecs.Float32(SHAPES), codec, feedback=True), np.zeros(N, np.float32)
+    sent, given = np.zeros(N), np.zeros(N)
+    for number in range(5):
+        peer.open(zero, [0], number)
+        sent += peer.read_up(peer.up(draw(number), zero, 0), 0)
+        given += draw(number)
+    np.testing.assert_allclose(
+        sent + peer.lost[0], given, atol=5 * 5 * 5 * 2.0**-23
+    )  # 5 sums of up to 5 values below 5
+
+
+def test_packing_takes_any_width(codecs) -> None:
+    for width in (1, 3, 4, 11, 17, 24):
+        values = np.random.default_rng(width).integers(0, 1 << width, 101)
+        data = codecs.pack(values, width)
+        assert len(data) == math.ceil(101 * width / 8)
+        np.testing.assert_array_equal(codecs.unpack(data, width, 101), values)
+
+
+def test_nncodec_is_within_two_steps(codecs) -> None:
+    """Dependent quantization has two grids of spacing 2 * 2^(qp / 4), and may not take the nearest point."""
+    pytest.importorskip("nncodec")
+    for qp in (-32, -24):
+        x = draw(5)
+        found = round_trip(codecs.NNCodec(SHAPES, qp), x)
+        assert np.abs(found - x).max() <= 2 * 2.0 ** (qp / 4)
+
+
+def parts(*vectors: np.ndarray) -> Iterator:
+    """Tensor by tensor."""
+    cuts = np.cumsum(SIZES)[:-1]
+    return zip(*(np.split(x.astype(np.float64), cuts) for x in vectors), strict=True)
+
+
+def exchange(codecs, wire: str, model: np.ndarray, local: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(what the client receives, what the server gets back)."""
+    peer = codecs.Ours(SHAPES, wire)
+    peer.open(model, [3], 0)
+    received = peer.read_down(peer.down(3), 3)
+    return received, peer.read_up(peer.up(local, received, 3), 3)
+
+
+def test_uq_rounds_to_a_neighbour_in_e4m3(codecs) -> None:
+    """Its relative spacing is an eighth, its smallest one max|w| / 1.875 / 2^17: 16 exponents, 3 bits of mantissa."""
+    model, local = draw(6), draw(6) + 0.05 * draw(7)
+    received, update = exchange(codecs, "fp8", model, local)
+    for want, found in ((model, received), (local, update)):
+        for w, f in parts(want, found):
+            spacing = np.maximum(np.abs(w) / 8, np.abs(w).max() / 1.875 / 2**17)
+            assert (np.abs(f - w) <= spacing * (1 + 2.0**-20)).all()
+
+
+def test_dq_is_within_half_a_step(codecs) -> None:
+    """Of at most kappa times the root mean square: of the model down, of the change up. The server adds the change to
+    its own model."""
+    model, local = draw(6), draw(6) + 0.05 * draw(7)
+    received, update = exchange(codecs, "dq", model, local)
+    down, up = LINKS["dq"].kappa_down, LINKS["dq"].kappa_up
+    for want, found, kappa in ((model, received, down), (local - received, update - model, up)):
+        for w, f in parts(want, found):
+            assert (np.abs(f - w) <= kappa / 2 * np.sqrt(np.mean(w**2)) + 8 * 2.0**-23).all()
+    assert np.abs(received - model).max() > 0
+
+
+def test_every_wire_of_the_table_carries_a_model_both_ways(codecs) -> None:
+    """Two rounds; errors no larger than what was sent (top-k: 1 - 1/100 of it)."""
+    start = draw(8)
+    for name, make in codecs.WIRES.items():
+        try:
+            peer = make(SHAPES, start)
+        except ImportError:
+            continue
+        for number in range(2):
+            model = draw(9 + number)
+            peer.open(model, [0, 1], number)
+            received = peer.read_down(peer.down(1), 1)
+            assert np.linalg.norm(received - model) < np.linalg.norm(model), name
+            local = received + 0.1 * draw(20)
+            update = peer.read_up(peer.up(local, received, 1), 1)
+            assert np.linalg.norm(update - local) < np.linalg.norm(local), name
+
+
+def test_the_federation_is_the_engines(peers, codecs, tmp_path: Path) -> None:
+    """FP32 through the peers' loop is, bit for bit, the engine's FP32; so is what is lossless."""
+    pytest.importorskip("sklearn")
+    config = tiny("fp32", 3)
+    federation, server, link = start(config, tmp_path)
+    workers = Inline(config, federation, tmp_path)
+    server, _ = rounds_with(workers, config, federation, server, link, 2)
+    shapes = peers.shapes_of(federation.model)
+    for codec in (codecs.Float32(shapes), codecs.Bz2(shapes)):
+        peer = codecs.Peer(codec, codec, change=False)
+        peers.run(peer, config, federation, shapes)
+        for name, tensor in codecs.tensors(peer.model, shapes).items():  # what its third round began with
+            assert torch.equal(tensor, server.state[name]), name
+
+
+def test_the_table_has_bytes_gain_accuracy_and_speed(peers) -> None:
+    pytest.importorskip("sklearn")
+    rows, skipped, weights = peers.measure(tiny("fp32", 2), [0], ["FP32", "FP16", peers.OURS])
+    assert not skipped and [r["wire"] for r in rows] == ["FP32", "FP16", peers.OURS]
+    for r, size in zip(rows, (4, 2), strict=False):
+        assert r["bytes_up"] == r["bytes_down"] == size * weights
+        assert 0 < r["accuracy_2"] < 1 and r["encode_up_mbps"] > 0 and r["decode_down_mbps"] > 0
+        assert r["gain"] is None or r["gain"] > 0  # "not learned yet" after two rounds
+        assert (r["gain"] is None) == (r["gain_at"] is None)
+    assert "| DQ (ours) |" in peers.markdown(rows)
+
+
+def test_what_beats_us_is_listed_best_first(peers) -> None:
+    rows = [
+        {"wire": "DQ (ours)", "bytes_up": 10.0, "gain": 5.0, "gain_at": 0.5},
+        {"wire": "DQ with start (ours)", "bytes_up": 1.0, "gain": 50.0, "gain_at": 0.5},
+        {"wire": "one", "bytes_up": 9.0, "gain": None, "gain_at": None},
+        {"wire": "two", "bytes_up": 8.0, "gain": 4.0, "gain_at": 0.9},
+    ]
+    assert peers.beaten(rows) == ["- bytes_up: DQ 10, better are two 8; one 9"]
