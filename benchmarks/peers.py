@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="e.g. 0,1,2")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--only", default="", help="FP32, DQ and the wires whose names contain this")
-    parser.add_argument("--out", type=Path, help="folder for peers-PRESET.json")
+    parser.add_argument("--out", type=Path, help="folder for peers-PRESET[-ONLY].json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = preset(given.preset, "fp32", round__count=given.rounds, round__eval_every=1, data__dir=given.data_dir)
@@ -191,9 +191,8 @@ def main() -> None:
         content = with_circumstances(rows)
         content["machine"] |= {"load": f"{load[0]:.1f} to {os.getloadavg()[0]:.1f}"} | versions()
         content |= {"command": sys.argv, "weights": weights, "better_than_dq": better, "skipped": skipped}
-        (given.out / f"{'-'.join(filter(None, ['peers', given.preset, given.only]))}.json").write_text(
-            json.dumps(content, indent=1) + "\n"
-        )
+        name = f"peers-{given.preset}" + (f"-{given.only}" if given.only else "")
+        (given.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:
