@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from fedfp8.fl.links import downlink, quantize_down
 
 from fedfp8 import E4M3, Format, quantize, wire
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.federation import build
 from fedfp8.fl.local import learning_rate, local_update
+from fedfp8.fl.wires import server_link, wire_for
+from fedfp8.link.history import Entry, quantize_down
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.nn import load_state, state_of
@@ -138,12 +139,15 @@ def real_pairs(path: Path) -> Iterator[tuple[str, QuantState, State]]:
     """The next round of a run of FP8FedAvg-UQ: one client's update given what it received, and what is sent down given
     what clients of earlier rounds still hold."""
     with RunFolder.open(path) as folder:
-        config, server, store = folder.config, folder.load(), folder.store
+        config, federation = folder.config, build(folder.config)
+        model, client = federation.network(config), federation.eligible(config)[0]
+        link = server_link(config, federation, state_of(model), folder.models)
+        server = folder.load(link)
         assert server is not None, f"{path} has no checkpoint"
-        older = {server.round - n: store.get(f) for f, n in server.sent.items()}
-    federation, round = build(config), server.round + 1
-    model, client = federation.network(config), federation.eligible(config)[0]
-    down = quantize_down(config, round, server.state, downlink(config, federation.formats[client]))
+        wire, round = wire_for(config, federation.formats[client]), server.round + 1
+        older = {server.round - number: link.history.sent(number, wire, 0) for number in link.history.entries}
+    entry = Entry(round, server.state.fingerprint, 1, 1)
+    down = quantize_down(server.state, entry, wire, 0, config.seed)
     received = dequantize_state(down)
     load_state(model, received)
     dice = generator(config.seed, "train", round, client)
@@ -155,7 +159,6 @@ def real_pairs(path: Path) -> Iterator[tuple[str, QuantState, State]]:
         yield f"up, dithered, step {kappa} rms of the change", q, received
     for age in sorted(older)[:: max(len(older) // 3, 1)]:
         reference = older[age]
-        assert reference is not None
         yield f"down, fp8, given the model of {age + 1} rounds ago", down, reference
         q = quantize_state(server.state, seed=7, rounding="dithered", step=0.3)
         yield f"down, dithered, step 0.3 rms of the weights, {age + 1} rounds", q, reference

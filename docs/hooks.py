@@ -100,8 +100,9 @@ def api() -> str:
 
     more = {"fedfp8.nn": "report set_rounding", "fedfp8.fl": "with_method with_settings to_toml"}
     more |= {"fedfp8.flower": "fp8_mod fp8_mod_with FP8 FP8FedAvg", "fedfp8.data": "load partition transform_for"}
+    more |= {"fedfp8.nvflare": "add_to"}
     parts = [
-        "# Python API\n\nFrom the docstrings. All but the last under `fl`, `nn`, `data` and `flower` are names of "
+        "# Python API\n\nFrom the docstrings. All but the last under `fl` and `nn`, and `data`, `flower` and `nvflare`, are names of "
         "`fedfp8` itself, imported when first used. Exceptions: [Errors](errors.md).\n"
     ]
     for module in sorted({*fedfp8._NAMES, *more} - {"fedfp8.errors"}):
@@ -113,8 +114,8 @@ def api() -> str:
 
 def home(module: str, name: str) -> str:
     """Where a name is defined: `fedfp8.fl.run` is a function and a module, and the function is meant."""
-    if module == "fedfp8.flower":
-        return module  # needs Flower, which `make docs` does not install
+    if module in ("fedfp8.flower", "fedfp8.nvflare"):
+        return module  # these need packages that `make docs` does not install
     return getattr(getattr(import_module(module), name), "__module__", module) if name[0] != "E" else module
 
 

@@ -140,7 +140,7 @@ def test_two_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     while "finishing this round" not in process.stderr.readline():
         pass
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     assert f"Continue with: fedfp8 resume {folder}" in errors and "Traceback" not in errors
 

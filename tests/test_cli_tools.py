@@ -50,6 +50,15 @@ def test_inspect_shows_the_tensors_of_a_kept_message(call, kept: Path) -> None:
     assert content["bytes"] == payload.stat().st_size and len(content["tensors"]) == 16
 
 
+def test_inspect_of_a_link_with_a_format_of_its_own(call, tmp_path: Path) -> None:
+    fedfp8.run(tiny("uq", 1, round__keep_payloads=1, up__format="E5M2"), out=tmp_path)
+    payload = next((tmp_path / "payloads/round-1").glob("up-*"))
+    code, out, err = call("inspect", str(payload), "--layout", str(tmp_path))
+    assert code == 0 and "6.weight" in out, err
+    tensors = json.loads((tmp_path / "payloads/tensors.json").read_text())["tensors"]
+    assert tensors["6.weight"]["up"] > 0 and tensors["6.weight"]["down"] > 0
+
+
 def test_inspect_says_what_is_wrong(call, kept: Path, tmp_path: Path) -> None:
     data = next((kept / "payloads/round-1").glob("down-*")).read_bytes()
     for name, damaged in (("short", data[:-9]), ("flipped", data[:70] + bytes([data[70] ^ 4]) + data[71:])):

@@ -179,6 +179,17 @@ def test_bytes_are_the_lengths_of_payloads(tmp_path: Path) -> None:
         assert history.rounds[-1]["bytes_total"] == sum(map(len, workers.down + workers.up))
 
 
+def test_the_shared_start_is_reported_apart() -> None:
+    """What it would cost to send the initial model, as it was sent in a run without the shared start."""
+    shared, sent = fedfp8.run(tiny("dq", 1)), fedfp8.run(tiny("dq", 1, dq__start=False))
+    start = shared.summary["start"]
+    assert sent.summary["start"] is None and start["clients"] == 3
+    # Payloads of other places differ by some bytes
+    assert abs(3 * start["bytes_each"] - sent.summary["bytes_down"]) < 0.01 * sent.summary["bytes_down"]
+    assert start["bytes_total_if_sent"] == shared.summary["bytes_total"] + 3 * start["bytes_each"]
+    assert models(shared.rounds) == models(sent.rounds)
+
+
 def test_the_memory_of_the_cache_is_bounded_and_reported(tmp_path: Path) -> None:
     for history, most in ((1, 1), (2, 2), (40, 6)):  # six rounds have six models
         run = fedfp8.run(tiny("uq", 6, wire__history=history), out=tmp_path / str(history))

@@ -527,3 +527,23 @@ def test_a_wire_of_ones_own() -> None:
     client, state = ClientLink(), model()
     update = server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
     assert torch.allclose(update["fc.weight"], state["fc.weight"], atol=1e-6)
+
+
+def test_clients_that_join_get_the_steps_of_the_whole_cohort() -> None:
+    state = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
+    known, joined = ServerLink(seed=1), ServerLink(seed=1)
+    known.open(state, ["a", "b", "c"])
+    joined.open(state, ["a"], expected=3)
+    for client in ("b", "c", "b"):
+        joined.join(client)
+    assert known.round is not None and joined.round is not None
+    assert sorted(joined.round.places.values()) == sorted(known.round.places.values()) == [0, 1, 2]
+    assert joined.round.entry == known.round.entry
+    for client in ("a", "b", "c"):
+        link = ClientLink()
+        received = link.receive(joined.message(client))
+        assert joined.round.orders(client).kappa_up == known.round.orders(client).kappa_up
+        update = joined.receive(client, link.reply({"w": received["w"] + 0.01}))
+        assert (update["w"] - state["w"]).mean().item() == pytest.approx(
+            0.01, abs=6e-4
+        )  # 8 sigma: step 0.016, 4096 weights

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the table below once more, as type checkers and editors read it
     from fedfp8 import flower as flower
+    from fedfp8 import nvflare as nvflare
     from fedfp8.errors import ConfigError as ConfigError
     from fedfp8.errors import DataError as DataError
     from fedfp8.errors import Fedfp8Error as Fedfp8Error
@@ -58,7 +59,7 @@ _NAMES = {  # module: its public names
     "fedfp8.wire": "inspect",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES = ("flower",)  # modules that are public names themselves; each needs an extra
+_MODULES = ("flower", "nvflare")  # modules that are public names themselves; each needs an extra
 __all__ = sorted(_HOME)
 
 

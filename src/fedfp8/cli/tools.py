@@ -39,7 +39,7 @@ def inspect(
 
     fedfp8 inspect runs/dq/payloads/round-40/up-client3.bin --layout runs/dq
     """
-    from fedfp8.wire import header
+    from fedfp8.fl.payloads import pick
     from fedfp8.wire import inspect as look
 
     try:
@@ -47,30 +47,28 @@ def inspect(
     except OSError as error:
         raise WireFormatError(f"{payload} cannot be read: {error.strerror}; give the path of a payload file") from None
     try:
-        wanted = header(data).layout_fingerprint
-        result = look(data, layout_for(layout, wanted) if layout else None)
+        result = look(data, pick(layouts_of(layout), data) if layout else None)
     except WireFormatError as error:
         raise WireFormatError(f"{payload} is not a whole fedfp8 message: {error}") from None
     typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
 
 
-def layout_for(name: str, fingerprint: bytes) -> "Layout":
-    """The layout of a run folder's model, or of a network: in FP8 or in float, whichever has the fingerprint."""
-    if (Path(name) / "config.toml").exists():
-        found = layouts_of_run(Path(name))
-    else:
-        found = layouts_of_model(name)
-    return next((layout for layout in found if layout.fingerprint == fingerprint), found[0])
+def layouts_of(name: str) -> "list[Layout]":
+    """What messages of a run folder, or of a network in FP8 or in float, may be laid out like."""
+    return layouts_of_run(Path(name)) if (Path(name) / "config.toml").exists() else layouts_of_model(name)
 
 
 def layouts_of_run(folder: Path) -> "list[Layout]":
+    from fedfp8.fl.checkpoint import read_config
+    from fedfp8.fl.payloads import message_layouts
     from fedfp8.link.store import read_state
 
     try:
         state = json.loads((folder / "checkpoint" / "state.json").read_text())
     except OSError:
         raise ConfigError(f"--layout {folder}: the run has no checkpoint to take the layout from") from None
-    return [read_state(folder / "checkpoint" / state["model"]).layout]
+    layout = read_state(folder / "checkpoint" / state["model"]).layout
+    return message_layouts(read_config(folder / "config.toml"), layout)
 
 
 def layouts_of_model(name: str) -> "list[Layout]":

@@ -12,12 +12,15 @@ from typing import Any
 
 from fedfp8.errors import Fedfp8Error
 from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.config import Config
+from fedfp8.fl.federation import FP32
 from fedfp8.fl.simulate import Workers
+from fedfp8.fl.wires import wire_for
 from fedfp8.link.store import write_atomic
 from fedfp8.model.layout import Layout
-from fedfp8.wire import inspect
+from fedfp8.wire import header, inspect
 
-__all__ = ["keep_payloads", "write_tensors"]
+__all__ = ["keep_payloads", "message_layouts", "pick", "write_tensors"]
 
 
 class Keeper:
@@ -50,7 +53,19 @@ def keep_payloads(workers: Workers, run: Path, round: int) -> Workers:
     return Keeper(workers, run / "payloads", round) if round else workers
 
 
-def write_tensors(folder: Path, layout: Layout) -> None:
+def message_layouts(config: Config, layout: Layout) -> list[Layout]:
+    """The layouts that messages of a run have: the model's own, and those of links with another format."""
+    wire = wire_for(config, config.qat.format if config.prepared else FP32)
+    return [layout, wire.layout_down(layout), wire.layout_up(layout)]
+
+
+def pick(layouts: list[Layout], payload: bytes) -> Layout:
+    """The one the message names; the first if it names none of them, so that reading it fails."""
+    wanted = header(payload).layout_fingerprint
+    return next((layout for layout in layouts if layout.fingerprint == wanted), layouts[0])
+
+
+def write_tensors(folder: Path, layouts: list[Layout]) -> None:
     """``tensors.json`` of a folder of kept payloads; messages that cannot be read (rejected ones) are left out."""
     rounds = sorted(int(path.name.removeprefix("round-")) for path in folder.glob("round-*"))
     if not rounds:
@@ -59,7 +74,8 @@ def write_tensors(folder: Path, layout: Layout) -> None:
     elements: dict[str, int] = {}
     for file in sorted((folder / f"round-{rounds[-1]}").glob("*.bin")):
         try:
-            rows = inspect(file.read_bytes(), layout).rows or ()
+            data = file.read_bytes()
+            rows = inspect(data, pick(layouts, data)).rows or ()
         except Fedfp8Error:
             continue
         for row in rows:

@@ -22,7 +22,7 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.devices import devices_of
 from fedfp8.fl.federation import FP32, Federation, build, from_task
-from fedfp8.fl.payloads import keep_payloads, write_tensors
+from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
 from fedfp8.fl.pool import Pool, refuse_in_worker
 from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
@@ -31,8 +31,9 @@ from fedfp8.fl.wires import server_link, wire_for
 from fedfp8.link import ServerLink
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.link.store import write_atomic, write_state
-from fedfp8.model.state import State, dequantize_state
+from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.nn import state_of
+from fedfp8.wire import encode
 
 __all__ = ["History", "execute", "resume", "run"]
 
@@ -208,6 +209,8 @@ def execute(
             server = Server(0, initial)
             line = _line(folder, config, pool, server, link, Record(0, [], notes=notes), 0, time.perf_counter())
             _check_start(line)
+            if link.start is not None:
+                line["start_bytes"] = _start_bytes(config, pool, initial)
             _commit(folder, server, link, line, on_round)
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
@@ -269,7 +272,7 @@ def _finish(folder: RunFolder, federation: Federation, server: Server) -> Histor
     history = folder.history()
     summary = summarize(history, folder.config, server.state)
     write_atomic(folder.path / "summary.json", summary.to_json())
-    write_tensors(folder.path / "payloads", server.state.layout)
+    write_tensors(folder.path / "payloads", message_layouts(folder.config, server.state.layout))
     return History(history, summary.values, server.state, folder.path, federation.model)
 
 
@@ -314,16 +317,26 @@ def _evaluate(folder: RunFolder, config: Config, pool: Pool, server: Server) -> 
     metric = pool.federation.objective.metric
     found = {"name": metric.name, "value": value, "higher_is_better": metric.higher_is_better}
     if config.round.eval_sent and config.down.rounding != "none":
-        cohort = cohort_size(config, len(pool.federation.eligible(config)))
-        wire = wire_for(config, config.qat.format if config.prepared else FP32)
-        entry = Entry(server.round + 1, b"", cohort, wire.places(cohort))
-        sent = dequantize_state(quantize_down(server.state, entry, wire, 0, config.seed))
+        sent = dequantize_state(_sent_next(config, pool, server.round, server.state))
         write_state(folder.model_path, sent, sync=False)
         found["sent"] = pool.evaluate(folder.model_path, sent.fingerprint)[0]
     result = {"metric": found, "loss": loss}
     if metric.name == "accuracy":
         result |= {"accuracy": value} | ({"accuracy_sent": found["sent"]} if "sent" in found else {})
     return result
+
+
+def _sent_next(config: Config, pool: Pool, round: int, state: State) -> QuantState:
+    """The server's model as it goes to the first place of the next round."""
+    cohort = cohort_size(config, len(pool.federation.eligible(config)))
+    wire = wire_for(config, config.qat.format if config.prepared else FP32)
+    entry = Entry(round + 1, b"", cohort, wire.places(cohort))
+    return quantize_down(state, entry, wire, 0, config.seed)
+
+
+def _start_bytes(config: Config, pool: Pool, initial: State) -> int:
+    """What a client that could not build the initial model would have to be sent instead."""
+    return len(encode(_sent_next(config, pool, 0, initial)))
 
 
 @contextlib.contextmanager

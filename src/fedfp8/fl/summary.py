@@ -53,9 +53,18 @@ def summarize(history: list[dict[str, Any]], config: Config, state: State) -> Su
         "rejected": sum(len(line["rejected"]) for line in rounds),
         "seconds": sum(line["seconds"]["total"] for line in history),
         "cache": history[-1].get("cache"),
+        "start": _start(history, down + up),
         "machine": {"cpu": _cpu(), "python": platform.python_version()},
     }
     return Summary(values)
+
+
+def _start(history: list[dict[str, Any]], total: int) -> dict[str, Any] | None:
+    """Bytes that clients did not need because they built the initial model themselves, apart from those they did."""
+    if (each := history[0].get("start_bytes")) is None:
+        return None
+    clients = len({client for line in history for client in line["clients"]})
+    return {"clients": clients, "bytes_each": each, "bytes_total_if_sent": total + clients * each}
 
 
 def _cpu() -> str:

@@ -39,9 +39,16 @@ class Round:
     """One model on its way to a cohort: lazily coded, so that no more than one client's message is in memory."""
 
     def __init__(
-        self, link: "ServerLink", entry: Entry, round: int, wires: dict[Client, Wire], places: dict[Client, int]
+        self,
+        link: "ServerLink",
+        entry: Entry,
+        round: int,
+        wires: dict[Client, Wire],
+        places: dict[Client, int],
+        cohort: int,
     ):
         self.link, self.entry, self.round, self.wires, self.places = link, entry, round, wires, places
+        self.cohort = cohort  # clients that are to answer: as many as there are wires, or more that join
         self.confirmed: set[Client] = set()
         self.traffic: dict[str, dict[Client, int]] = {"down": {}, "up": {}, "resent": {}}
         self._message: tuple[tuple[Wire, int], QuantState] | None = None
@@ -71,7 +78,7 @@ class Round:
     def orders(self, client: Client) -> Orders:
         link, wire = self.link, self.wires[client]
         return Orders(
-            wire.up, wire.format_up, wire.kappa_up_for(len(self.wires)), wire.fan_in,
+            wire.up, wire.format_up, wire.kappa_up_for(self.cohort), wire.fan_in,
             wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, link.cache, link.coded,
         )  # fmt: skip
 
@@ -207,8 +214,11 @@ class ServerLink:
 
     # Rounds
 
-    def open(self, state: "Arrays | State", clients: Iterable[Client]) -> Round:
-        """A round whose messages are coded one by one, as they are asked for."""
+    def open(self, state: "Arrays | State", clients: Iterable[Client], *, expected: int = 0) -> Round:
+        """A round whose messages are coded one by one, as they are asked for.
+
+        expected: of how many clients the round will be, where others are to `join` it.
+        """
         with self._lock:
             cohort = list(dict.fromkeys(clients))
             if not cohort:
@@ -219,10 +229,21 @@ class ServerLink:
             self.close()
             self.opened += 1
             wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in cohort}
-            entry = self._entry(model, max(wire.places(len(cohort)) for wire in wires.values()), len(cohort))
-            self.round = Round(self, entry, self.opened, wires, self._deal(cohort, entry))
+            size = max(expected, len(cohort))
+            entry = self._entry(model, max(wire.places(size) for wire in wires.values()), size)
+            self.round = Round(self, entry, self.opened, wires, self._deal(cohort, entry), size)
             self.traffic.append({"round": self.opened} | self.round.traffic)
             return self.round
+
+    def join(self, client: Client) -> None:
+        """One more client for the open round, where clients come and ask for their model. Places go around in turn."""
+        with self._lock:
+            round = self._current()
+            if client not in round.wires:
+                round.wires[client] = self._wire(client) if callable(self._wire) else self._wire
+                turn = len(round.places) % round.entry.strata
+                number, place = self.held.get(client, (0, 0))
+                round.places[client] = place if number == round.entry.number else turn  # the very model: its place too
 
     def message(self, client: Client) -> bytes:
         """What to send to one client of the open round."""
@@ -328,6 +349,7 @@ class ServerLink:
                 "places": list(map(list, round.places.items())),
                 "confirmed": list(round.confirmed),
                 "number": round.entry.number,
+                "cohort": round.cohort,
             },
         }  # fmt: skip
 
@@ -344,7 +366,7 @@ class ServerLink:
         if open := meta["round"]:
             places = dict(open["places"])
             wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in places}
-            self.round = Round(self, self.history.entries[open["number"]], self.opened, wires, places)
+            self.round = Round(self, self.history.entries[open["number"]], self.opened, wires, places, open["cohort"])
             self.round.confirmed = set(open["confirmed"])
             self.traffic.append({"round": self.opened} | self.round.traffic)
 

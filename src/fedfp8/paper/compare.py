@@ -58,6 +58,7 @@ class Row:
     comparable: bool  # and the FP32 runs it is compared with
     gain: Spread | None
     gain_raw: Spread | None
+    gain_with_start: Spread | None  # as if clients had been sent the initial model that they built themselves
     seconds: float
 
     @property
@@ -114,6 +115,7 @@ def _row(variant: Variant, fp32: list[RunRecord]) -> Row:
         comparable=comparable,
         gain=_gain(((base.points, run.points) for base, run in pairs), metric) if complete else None,
         gain_raw=_gain(((base.raw_points, run.raw_points) for base, run in pairs), metric) if complete else None,
+        gain_with_start=_gain(((base.points, run.start_points) for base, run in pairs), metric) if complete else None,
         seconds=sum(run.seconds for run in runs),
     )
 
@@ -156,7 +158,13 @@ def comparison_table(rows: Sequence[Row], title: str = "") -> Table:
         ]
         for row in rows
     ]
-    return Table(title, header, body)
+    notes = [
+        f"{row.name}: clients build the initial model themselves. Had it been sent to each of them once, as DQ sends "
+        f"models, the gain would be {gain_text(row.gain_with_start, row.comparable)}."
+        for row in rows
+        if row.gain_with_start is not None
+    ]
+    return Table(title, header, body, notes)
 
 
 def curves_of(runs: Iterable[RunRecord]) -> list[Curve]:
@@ -236,6 +244,7 @@ def _as_json(rows: Sequence[Row], runs: Sequence[RunRecord], folder: Path) -> di
             "bytes_up",
             "gain",
             "gain_raw",
+            "gain_with_start",
         ):
             spread = values.pop(name)
             values[name] = spread["mean"] if spread else None

@@ -254,6 +254,18 @@ class RunRecord:
             totals.append(total)
         return points_of(self.history, totals)
 
+    @cached_property
+    def start_points(self) -> list[Point]:
+        """The same with the initial model sent once to every client, where clients built it themselves; else empty."""
+        each = self.history[0].get("start_bytes") if self.history else None
+        if each is None:
+            return []
+        seen, totals = set[int](), []
+        for line in self.history:
+            seen.update(line["clients"])
+            totals.append(int(line["bytes_total"]) + len(seen) * int(each))
+        return points_of(self.history, totals)
+
     @property
     def accuracy(self) -> float | None:
         """Test accuracy (or the run's other metric) at the last evaluated round."""
