@@ -6,6 +6,7 @@ here. A link to a source file leads to a page with that file, so that the site n
 
 import ast
 import inspect
+import json
 import logging
 import posixpath
 import re
@@ -80,6 +81,10 @@ def uri_of(path: Path) -> str:
 
 def source_page(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+        return "\n\n".join(fenced(text, ".py") if is_code else text for text, is_code in texts)
     if path.is_file():
         return f"# {name}\n\n" + fenced(path.read_text(), path.suffix)
     parts = [p for p in sorted(path.rglob("*")) if p.is_file() and p.suffix in (".py", ".toml", ".md")]
@@ -102,8 +107,8 @@ def api() -> str:
     more |= {"fedfp8.flower": "fp8_mod fp8_mod_with FP8 FP8FedAvg", "fedfp8.data": "load partition transform_for"}
     more |= {"fedfp8.nvflare": "add_to"}
     parts = [
-        "# Python API\n\nFrom the docstrings. All but the last under `fl` and `nn`, and `data`, `flower` and `nvflare`, are names of "
-        "`fedfp8` itself, imported when first used. Exceptions: [Errors](errors.md).\n"
+        "# Python API\n\nFrom the docstrings: the names of `fedfp8` itself, module by module, and some more of `fl`, "
+        "`nn`, `data`, `flower` and `nvflare`. Exceptions: [Errors](errors.md).\n"
     ]
     for module in sorted({*fedfp8._NAMES, *more} - {"fedfp8.errors"}):
         names = [*sorted(fedfp8._NAMES.get(module, "").split()), *more.get(module, "").split()]
