@@ -89,10 +89,11 @@ def command() -> Any:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_fedfp8_command_parses(page: str, command: Any) -> None:
-    for line in code_lines(text_of(page)):
+    inline = re.findall(r"`(fedfp8 [a-z][^`]* --[^`]*)`", FENCE.sub("", text_of(page)))
+    for line in [*code_lines(text_of(page)), *inline]:
         if not re.match(r"fedfp8 [a-z]", line):
             continue
-        words = shlex.split(line.replace("list|fetch|check", "list"), comments=True)[1:]
+        words = shlex.split(re.sub(r"\bN\b", "1", line), comments=True)[1:]
         found = command
         while hasattr(found, "commands"):
             assert words and words[0] in found.commands, f"{page}: {line}"
@@ -136,7 +137,8 @@ def run(line: str, folder: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def test_the_tutorial_shows_what_is_printed(tmp_path: Path) -> None:
