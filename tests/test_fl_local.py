@@ -254,7 +254,7 @@ def test_mixed_directions() -> None:
 def test_dq_keeps_the_central_model(tmp_path: Path) -> None:
     """With next to no learning, `preserve` leaves the server's model where it is: no change is sent as nothing.
     Without it every round adds the mean downlink noise of its three clients, equally spaced errors if they count alike:
-    at least (kappa 0.52 * 0.2)/(3 sqrt(12)) = 1 % of the weights' norm of 4 a round."""
+    at least (kappa 0.6 * 0.2)/(3 sqrt(12)) = 1 % of the weights' norm of 4 a round."""
 
     def drift(**settings: object) -> float:
         config = tiny("dq", 4, local__lr=1e-8, local__weight_decay=0.0, wire__client_cache=False, **settings)

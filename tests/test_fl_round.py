@@ -167,7 +167,7 @@ def paper_round(model, clients, method):  # algorithm 3, one round
     places = torch.randperm(2, generator=torch.Generator().manual_seed(seed_of(SEED, "places", 1))).tolist()
     updates, sizes = [], torch.tensor([float(len(clients[k][1])) for k in cohort], dtype=torch.float64)
     for k, place in zip(cohort, places, strict=True):
-        down = send(state, method, seed_of(SEED, "down", 1, "E4M3"), kappa=0.8 * (2 / 7) ** 0.5, place=place)
+        down = send(state, method, seed_of(SEED, "down", 1, "E4M3"), kappa=0.8 * (2 / 5) ** 0.5, place=place)
         dice = torch.Generator().manual_seed(seed_of(SEED, "train", 1, k))
         local = local_update(down, *clients[k], dice, fp8)
         if method == "dq":  # the change, and the server adds it to its own model

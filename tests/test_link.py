@@ -166,7 +166,7 @@ def test_as_many_places_as_leave_the_least_error() -> None:
 def test_fewer_clients_get_finer_steps() -> None:
     wire = WIRES["dq"]
     assert [wire.kappa_up_for(n) for n in (1, 2, 4, 8, 100)] == [1, 2, 4, 8, 8]
-    assert wire.kappa_down_for(1) == pytest.approx(0.3, abs=0.01) and wire.kappa_down_for(7) == wire.kappa_down
+    assert wire.kappa_down_for(1) == pytest.approx(0.36, abs=0.01) and wire.kappa_down_for(5) == wire.kappa_down
     assert fan_in_factor((10,), 228) == 1 / 8 and fan_in_factor((64, 1600), 228) == 1
     assert fan_in_factor((64, 57), 228) == 0.5 and fan_in_factor((3,), 0) == 1
 

@@ -1,0 +1,96 @@
+"""The link layer: what a server and a client spend on exchanging a model, and what the server remembers.
+
+    python benchmarks/bench_link.py [--weights 1000000] [--json]
+
+- server: milliseconds per client and million weights, downlink coded given what the client holds, uplink decoded and
+  moved into the server's frame (budget: 20), and per direction in MB/s of float32 weights (budget: 100);
+- client: the same for decoding a model and coding a reply;
+- memory and disk of the server for 10 and for 10,000 logical clients.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from fedfp8 import ClientLink, ServerLink
+
+COHORT, ROUNDS = 10, 4
+
+
+def model(weights: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Shaped like LeNet: most of the weights in one matrix of 1,600 inputs."""
+    rows = max(weights // 1600, 1)
+    return {"fc1.weight": torch.randn(rows, 1600, generator=generator) * 0.03, "fc1.bias": torch.zeros(rows)}
+
+
+def moved(state: dict[str, torch.Tensor], size: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {n: t + size * torch.randn(t.shape, generator=generator) for n, t in state.items()}
+
+
+def exchange(weights: int, wire: str) -> dict[str, float]:
+    """Medians over clients and rounds after the first, in seconds."""
+    generator = torch.Generator().manual_seed(0)
+    state = model(weights, generator)
+    server, clients = ServerLink(wire, seed=1), [ClientLink() for _ in range(COHORT)]
+    times: dict[str, list[float]] = {"code": [], "decode": [], "client decode": [], "client code": []}
+    for round in range(ROUNDS):
+        server.open(state, range(COHORT))
+        for name, client in enumerate(clients):
+            marks = [time.perf_counter()]
+
+            def lap(what: str, marks: list[float] = marks, round: int = round) -> None:
+                marks.append(time.perf_counter())
+                if round:
+                    times[what].append(marks[-1] - marks[-2])
+
+            message = server.message(name)
+            lap("code")
+            received = client.receive(message)
+            lap("client decode")
+            local = moved(received, 0.002, generator)
+            marks.append(time.perf_counter())
+            reply = client.reply(local)
+            lap("client code")
+            server.receive(name, reply)
+            lap("decode")
+        state = moved(state, 0.002, generator)
+    return {what: statistics.median(found) for what, found in times.items()}
+
+
+def remembered(clients: int, weights: int) -> dict[str, float]:
+    """After a round of all of them: kilobytes of JSON and megabytes of models on disk."""
+    server = ServerLink("dq", seed=1)
+    round = server.open(model(weights, torch.Generator().manual_seed(0)), range(clients))
+    round.confirmed.update(range(clients))
+    server.close()
+    return {"kB of who holds what": len(json.dumps(server.meta())) / 1e3, "MB of models": server.history.size() / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=int, default=1_000_000)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for wire in ("dq", "fp8"):
+        times, megabytes = exchange(arguments.weights, wire), 4 * arguments.weights / 1e6
+        per_million = 1e3 * (times["code"] + times["decode"]) / (arguments.weights / 1e6)
+        speeds = {f"{what}, MB/s": megabytes / seconds for what, seconds in times.items()}
+        rows.append({"wire": wire, "server, ms per client and million weights": per_million} | speeds)
+    rows += [{"clients": n} | remembered(n, arguments.weights) for n in (10, 10_000)]
+    if arguments.json:
+        print(json.dumps({"load": os.getloadavg(), "rows": rows}, indent=1))
+        return
+    print(f"load {os.getloadavg()[0]:.1f}")
+    for row in rows:
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+
+
+if __name__ == "__main__":
+    main()
