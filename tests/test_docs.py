@@ -157,6 +157,39 @@ def test_the_tutorial_shows_what_is_printed(tmp_path: Path) -> None:
     assert ran >= 6
 
 
+# The guides
+
+
+def python_blocks(page: str) -> list[str]:
+    return [block for language, block in FENCE.findall(text_of(page)) if language == "python"]
+
+
+def test_the_new_model_of_the_guide_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn", reason='the digits come with `pip install "fedfp8[digits]"`')
+    from torch import nn
+
+    import fedfp8
+    from fedfp8.models import MODELS, Model
+
+    made, entry = python_blocks("docs/guides/new-model.md")
+    names: dict[str, Any] = {"nn": nn, "Model": Model}
+    exec(made, names)
+    for name, model in eval(f"{{{entry}}}", names).items():
+        monkeypatch.setitem(MODELS, name, model)
+    config = fedfp8.preset("digits", "dq", model__name="mlp", round__count=1, local__epochs=1, data__limit=400)
+    assert len(fedfp8.run(config, workers=0).rounds) == 2
+
+
+def test_the_new_data_set_of_the_guide_is_one() -> None:
+    from fedfp8.data.spec import Spec
+    from fedfp8.data.transform import ImageTransform
+
+    spec, transform = python_blocks("docs/guides/new-data-set.md")
+    named = eval(f"{{{transform}}}", {"ImageTransform": ImageTransform})
+    found = eval(spec, {"Spec": Spec})
+    assert list(named) == [found.name] and len(named[found.name].mean) == found.shape[0]
+
+
 # The notebook
 
 
