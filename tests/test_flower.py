@@ -18,16 +18,15 @@ from flwr.clientapp import ClientApp
 
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl import preset, run
-from fedfp8.fl.federation import build
-from fedfp8.fl.store import ModelStore
 from fedfp8.flower import LocalGrid, client_app, server_app
 from fedfp8.flower import run as run_on_flower
-from fedfp8.flower.blob import STYPE, blob_of, record_of, without_reference
+from fedfp8.flower.blob import STYPE, blob_of, record_of
 from fedfp8.flower.cache import RECORD as CACHE
 from fedfp8.flower.method.workers import GridWorkers
-from fedfp8.model.state import dequantize_state, quantize_state
+from fedfp8.link import ServerLink
+from fedfp8.model.state import quantize_state
 from fedfp8.nn import state_of
-from fedfp8.wire import decode, encode
+from fedfp8.wire import encode
 
 SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients", "rejected", "accuracy", "train_loss")
 
@@ -258,12 +257,11 @@ def test_silent_node_is_left_out(tmp_path):
 def test_nodes_are_waited_for_checked_and_welcomed_back(tmp_path):
     config = small(clients__count=3, clients__fraction=1.0)
     grid = LocalGrid(client_app(config), 3)
-    federation = build(config)
-    store = ModelStore(tmp_path)
-    workers = GridWorkers(grid, config, federation, store, nodes=4, wait=0.3)
+    link = ServerLink()
+    workers = GridWorkers(grid, link, nodes=4, wait=0.3)
     with pytest.raises(RunError, match=r"3 nodes are connected and 0 of 4 partitions"):
         workers._find_nodes()
-    workers = GridWorkers(grid, config, federation, store, nodes=3, wait=5)
+    workers = GridWorkers(grid, link, nodes=3, wait=5)
     workers._find_nodes()
     assert workers.nodes == {0: 100, 1: 101, 2: 102}
     grid.contexts[200] = grid.contexts[101]  # a second node claims partition 1: ignored while the first is there
@@ -277,17 +275,6 @@ def test_nodes_are_waited_for_checked_and_welcomed_back(tmp_path):
     grid.contexts[300] = late
     workers._find_nodes()
     assert "ignored" in workers.notes[-1] and 300 not in workers.nodes.values()
-
-
-def test_without_reference_redraws_nothing():
-    config = small()
-    state = state_of(build(config).network(config))
-    old = dequantize_state(quantize_state(state, seed=1, rounding="stochastic"))
-    new = quantize_state(state, seed=2, rounding="stochastic")
-    coded = encode(new, reference=old)
-    plain = without_reference(coded, state.layout, old)
-    assert plain == encode(new) and without_reference(plain, state.layout, None) is plain
-    assert dequantize_state(decode(plain, state.layout)).fingerprint == dequantize_state(new).fingerprint
 
 
 def test_one_array_per_message(tmp_path):
@@ -337,11 +324,11 @@ def test_certs(tmp_path):
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
     make_certs = importlib.import_module("fedfp8.flower.certs").make_certs
-    files = make_certs(tmp_path / "c", ["127.0.0.1", "fed.example.org"], 2)
+    files = make_certs(tmp_path / "c", ["fed.example.org", "127.0.0.1"], 2)
     ca, server = (x509.load_pem_x509_certificate(files[n].read_bytes()) for n in ("ca.crt", "server.pem"))
     server.verify_directly_issued_by(ca)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert [str(n.value) for n in names] == ["127.0.0.1", "fed.example.org"]
+    assert [str(n.value) for n in names] == ["fed.example.org", "127.0.0.1", "::1", "localhost"]  # loopback always
     for number in (0, 1):
         private = load_ssh_private_key(files[f"node-{number}"].read_bytes(), None)
         public = load_ssh_public_key(files[f"node-{number}.pub"].read_bytes())

@@ -4,18 +4,24 @@ One deployment serves all tests, in this order: an honest run during which stran
 run with a malicious client whose ServerApp is killed and resumed, then one whose SuperNode is killed in mid-round.
 """
 
+import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+import uuid
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 from fedfp8.fl import preset, run
 from fedfp8.flower.certs import make_certs
-from fedfp8.flower.deployment import Deployment, _marked
+from fedfp8.flower.deployment import MARK, Deployment, _listens, _marked, free_port
+from fedfp8.flower.environment import QUIET
 from fedfp8.flower.method.launch import write_app
 
 pytestmark = pytest.mark.deploy
@@ -157,3 +163,79 @@ def test_killed_supernode(deployment, tmp_path):
         assert [r["client"] for r in line["rejected"]] == [1]
         assert re.match("no reply within 60 s|Flower error", line["rejected"][0]["reason"])
     assert len({line["model"] for line in lines}) == 4
+
+
+# The documentation's steps, literally
+
+
+def documented_blocks():
+    """The code blocks of "A deployment, step by step" of docs/flower.md, in order."""
+    text = (Path(__file__).parents[1] / "docs/flower.md").read_text()
+    section = text.split("## A deployment, step by step")[1].split("\n## ")[0]
+    return re.findall(r"```(?:toml)?\n(.*?)```", section, re.S)
+
+
+def test_the_documented_steps(tmp_path):
+    """As written, with another name for the server, ports that are free and folders of the test's own.
+
+    ``localhost`` stands for the server's name: the certificate is made for that name alone, as a reader would.
+    """
+    server, toml, register, node, app = documented_blocks()[:5]
+    port, home = free_port(), tmp_path / "home"
+    (home / ".flwr").mkdir(parents=True)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | QUIET | {"HOME": str(home), "PATH": programs, "FLWR_HOME": str(home / ".flwr")}
+
+    def here(text):
+        changes = {
+            "fed.example.org:8000": f"localhost:{port}",
+            "fed.example.org": "localhost",
+            "--host 0.0.0.0 --port 8000": f"--host 127.0.0.1 --port {port}",
+            "/path/to/certs": str(tmp_path / "certs"),
+            "/srv/runs": str(tmp_path / "runs"),
+            " ca.crt": " certs/ca.crt",
+            "private-key node-": "private-key certs/node-",
+            ' data-dir="/data"': "",
+        }
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        return text
+
+    def shell(text, background=False):
+        mark = f"{MARK}={uuid.uuid4().hex}"
+        with open(tmp_path / f"{len(processes)}.log", "wb") as log:
+            process = subprocess.Popen(
+                ["bash", "-ec", here(text)],
+                cwd=tmp_path,
+                env=env | {MARK: mark.partition("=")[2]},
+                stdout=log,
+                stderr=log,
+            )
+        processes.append((process, mark))
+        if not background:
+            assert process.wait(timeout=400) == 0, (tmp_path / f"{len(processes) - 1}.log").read_text()[-3000:]
+
+    processes = []
+    try:
+        certs, superlink = server.split("\n", 1)
+        shell(certs)
+        shell(superlink, background=True)
+        (home / ".flwr/config.toml").write_text(here(toml))
+        end = time.monotonic() + 60
+        while not _listens(port):
+            assert time.monotonic() < end, (tmp_path / "1.log").read_text()[-3000:]
+            time.sleep(0.5)
+        shell(register)
+        for number in (0, 1):  # on one machine every SuperNode needs a port of its own
+            own = node.replace("node-0", f"node-{number}").replace("partition-id=0", f"partition-id={number}")
+            shell(own.replace("flower-supernode", f"flower-supernode --port {free_port()}"), background=True)
+        write, run_it = app.strip().split("\n")
+        shell(f"{write} --set round.count=1 --set clients.count=2 --set clients.fraction=1.0 --set local.epochs=1")
+        shell(run_it)
+        assert len(history(tmp_path / "runs/dq")) == 2 and (tmp_path / "runs/dq/summary.json").exists()
+    finally:
+        for process, mark in reversed(processes):
+            for pid in {process.pid, *_marked(mark)} if process.poll() is None else _marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedfp8.errors import ConfigError
 from fedfp8.flower import FP8, FP8FedAvg, LocalGrid, fp8_mod, fp8_mod_with
-from fedfp8.flower.blob import STYPE, blob_of, record_of
+from fedfp8.flower.blob import STYPE, array_of, blob_of, numpy_view, record_of
 from fedfp8.flower.wrapper.mod import CACHE, LOST
 from fedfp8.link.arrays import state_of_arrays
 from fedfp8.link.wire import Orders
@@ -680,6 +680,18 @@ def test_two_models_in_one_message():
         assert np.array_equal(vector(content["second"]), -vector(initial()))
 
 
+@pytest.mark.parametrize("values", [
+    np.arange(12, dtype=np.float32).reshape(3, 4), np.asfortranarray(np.ones((3, 4))), np.float64(2.5),
+    np.zeros((0, 4)), np.array([True, False]), np.arange(6, dtype=">i4")[::2], np.ones((2, 3), np.float16),
+])  # fmt: skip
+def test_arrays_are_those_of_flower(values):
+    """Written and read without its copies, to the same bytes."""
+    ours, theirs = array_of(values), Array(np.asarray(values))
+    assert (ours.data, ours.dtype, ours.shape, ours.stype) == (theirs.data, theirs.dtype, theirs.shape, theirs.stype)
+    back = numpy_view("x", theirs)
+    assert back.dtype == np.asarray(values).dtype and np.array_equal(back, values) and not back.flags.writeable
+
+
 # What does not pay
 
 
@@ -841,6 +853,28 @@ def test_results_and_log_say_what_was_saved(caplog):
     lines = [one.getMessage() for one in caplog.records]
     assert any(re.fullmatch(r"fedfp8: [\d.]+ kB instead of [\d.]+ kB \([\d.]+ times less\)", line) for line in lines)
     assert sum(line.startswith("fedfp8: round ") for line in lines) == 4
+
+
+def test_records_are_drawn_by_the_report(tmp_path):
+    """Runs beside each other in a folder, plain and coded, become one report."""
+    from fedfp8.paper.report import write_report
+
+    for wire in ("dq", "fp32"):
+        strategy = FP8(FedAvg(fraction_evaluate=0.0), wire, seed=1, out=tmp_path / "app" / wire)
+        app = make_app(mods=(attack_with(replaced(b"garbage")), fp8_mod))
+        grid = LocalGrid(app, 4)
+        strategy.start(
+            grid,
+            initial(),
+            num_rounds=2,
+            evaluate_fn=lambda r, arrays: MetricRecord({"accuracy": 0.5 + r / 10, "loss": 1.0 - r / 10}),
+        )
+    lines = [json.loads(line) for line in (tmp_path / "app/dq/history.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2] and lines[2]["accuracy"] == 0.7 and lines[2]["loss"] == 0.8
+    assert lines[1]["clients"] == [100, 101, 102, 103] and [r["client"] for r in lines[1]["rejected"]] == [102]
+    assert lines[2]["bytes_total"] == sum(line["bytes_down"] + line["bytes_up"] for line in lines)
+    page = write_report(tmp_path).read_text()
+    assert "70.0" in page and "app" in page
 
 
 # The example

@@ -145,7 +145,7 @@ class ServerConfig:
 class DqConfig:
     """Dithered quantization: a step is kappa times a root mean square, less for small layers and small cohorts."""
 
-    kappa_up: float = 8.0  # of the client's change, for cohorts of 8 and more
+    kappa_up: float = 8.0  # of the client's change, for cohorts of 7 and more
     kappa_down: float = 0.8  # of the weights, for cohorts of 5 and more
     fan_in: float = 228.0  # inputs of a layer from which on it gets the whole kappa; 0: one kappa for all tensors
     strata: int = 16  # places in a cell for the clients of a round, at most; 1: the same random bits for all

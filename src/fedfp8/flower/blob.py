@@ -4,6 +4,7 @@ Flower adds some 320 bytes to every Array and splits large ones into chunks by i
 type of its own, ``fedfp8/1``, that Flower carries without looking inside.
 """
 
+from functools import lru_cache
 from io import BytesIO
 from math import prod
 
@@ -12,7 +13,7 @@ from flwr.app import Array, ArrayRecord
 
 from fedfp8.errors import WireFormatError
 
-__all__ = ["STYPE", "blob_of", "numpy_view", "record_of", "short", "split"]
+__all__ = ["STYPE", "array_of", "blob_of", "numpy_view", "record_of", "short", "split"]
 
 STYPE = "fedfp8/1"
 KEY = "payload"
@@ -47,13 +48,34 @@ def numpy_view(name: str, array: Array) -> np.ndarray:
         data = memoryview(array.data)
         head = 10 if data[6] == 1 else 12  # magic, version, and the length of the header in 2 or 4 bytes
         start = head + int.from_bytes(data[8:head], "little")
-        read = np.lib.format.read_array_header_1_0 if data[6] == 1 else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(BytesIO(data[8:start]))
+        shape, fortran, dtype = _read_header(data[6], bytes(data[8:start]))
         if bytes(data[:6]) != b"\x93NUMPY" or dtype.hasobject or prod(shape) * dtype.itemsize != len(data) - start:
             raise ValueError("its header does not fit its bytes")
         return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
     except (ValueError, TypeError, IndexError, EOFError, SyntaxError) as error:
         raise WireFormatError(f"array {name!r} cannot be read as numbers ({short(error)}); send numpy arrays") from None
+
+
+def array_of(values: np.ndarray) -> Array:
+    """What Flower's Array(values) makes, with one copy instead of three."""
+    values = np.asarray(values)
+    if not values.flags.c_contiguous:
+        return Array(values)
+    data = b"".join([_write_header(values.dtype.str, values.shape), values.reshape(-1).view(np.uint8).data])
+    return Array(str(values.dtype), tuple(values.shape), NUMPY, data)
+
+
+@lru_cache(maxsize=4096)
+def _read_header(version: int, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    read = np.lib.format.read_array_header_1_0 if version == 1 else np.lib.format.read_array_header_2_0
+    return read(BytesIO(data))
+
+
+@lru_cache(maxsize=4096)
+def _write_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    file = BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
 def short(text: object) -> str:

@@ -18,17 +18,19 @@ from fedfp8.errors import ConfigError
 __all__ = ["make_certs"]
 
 DAYS = 365
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PRIVATE = serialization.PrivateFormat
 
 
 def make_certs(folder: Path, hosts: list[str], nodes: int, *, overwrite: bool = False) -> dict[str, Path]:
     """Write ca.crt, ca.key, server.pem, server.key, node-0, node-0.pub, ... into `folder`; returns their paths by name.
 
-    hosts: names and addresses under which nodes reach the SuperLink (the certificate's SAN). Private keys are readable
-    by their owner only.
+    hosts: names and addresses under which nodes reach the SuperLink (the certificate's SAN); those of this machine are
+    added, since the SuperLink's own processes use them. Private keys are readable by their owner only.
     """
     if not hosts or nodes < 1:
         raise ConfigError(f"{len(hosts)} hosts and {nodes} nodes were given; at least one of each is needed")
+    hosts = list(dict.fromkeys([*hosts, *LOOPBACK]))
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "ca.key").exists() and not overwrite:
         raise ConfigError(

@@ -1,13 +1,14 @@
 """A Grid without a network: every node is a Context in this process. For tests, and for runs that need no Ray."""
 
+import threading
 from collections.abc import Iterable
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+from fedfp8.flower.releases import Run, be_in_a_run
 
 __all__ = ["LocalGrid"]
 
@@ -15,12 +16,13 @@ CLIENT_APP_RAISED = 2  # flwr.common.constant.ErrorCode.CLIENT_APP_RAISED_EXCEPT
 
 
 class LocalGrid(Grid):
-    """`nodes` nodes that run `client_app` one after the other, each with its own state, in the caller's thread."""
+    """`nodes` nodes that run `client_app` one after the other, each with its own state, in the caller's thread.
+
+    Old-style servers call from several threads: their clients run side by side.
+    """
 
     def __init__(self, client_app: ClientApp, nodes: int, run_config: dict | None = None) -> None:
-        # A Message may only be made inside a run; this process is one from here on.
-        TaskIdentity.task_id = TaskIdentity.run_id = 1
-        TaskIdentity.node_id = 1
+        be_in_a_run()
         self.client_app = client_app
         self.contexts = {
             100 + p: Context(
@@ -34,6 +36,7 @@ class LocalGrid(Grid):
         }
         self.bytes: dict[str, int] = {"down": 0, "up": 0}  # of all records of all messages
         self._replies: dict[str, Message] = {}
+        self._lock = threading.Lock()
 
     def serve(self, server_app: ServerApp, run_config: dict | None = None) -> None:
         """Run a ServerApp on this grid to its end."""
@@ -58,23 +61,25 @@ class LocalGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _deliver(self, message: Message) -> Message:
-        self.bytes["down"] += _size(message)
+        with self._lock:
+            self.bytes["down"] += _size(message)
         try:
             reply = self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:  # as SuperNodes do
             reply = Message(Error(code=CLIENT_APP_RAISED, reason=f"{type(error).__name__}: {error}"), reply_to=message)
         reply.metadata.__dict__["_message_id"] = str(uuid4())
-        self.bytes["up"] += _size(reply)
+        with self._lock:
+            self.bytes["up"] += _size(reply)
         return reply
 
-    # What a Grid must have and nobody here calls
+    # What else a Grid must have
 
     def set_run(self, run: Run) -> None:
         """There is one run."""
 
     @property
     def run(self) -> Run:
-        raise NotImplementedError("a LocalGrid has no run record")
+        return Run.create_empty(run_id=1)
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None

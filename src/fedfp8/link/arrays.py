@@ -30,6 +30,7 @@ from fedfp8.model.state import State
 __all__ = ["Arrays", "Frame", "is_coded", "ranges_of", "state_of_arrays", "tensors_of", "torch_of"]
 
 Arrays = Mapping[str, Any]  # torch tensors or numpy arrays
+Coded = tuple[str, ...] | frozenset[str]  # patterns, or names
 SMALL = 64  # fewer elements than this gain less than their step or range costs
 LONG = 4096  # a vector of at least this many elements is coded: a bias is shorter, a flattened model is not
 STATISTICS = ("running_mean", "running_var")  # a variance with noise could be negative
@@ -54,10 +55,12 @@ def torch_of(name: str, array: Any) -> torch.Tensor:
         ) from None
 
 
-def is_coded(name: str, tensor: torch.Tensor, coded: tuple[str, ...] = ()) -> bool:
-    """Whether a tensor travels as codes. coded: name patterns; empty: weights, and long vectors."""
+def is_coded(name: str, tensor: torch.Tensor, coded: Coded = ()) -> bool:
+    """Whether a tensor travels as codes. coded: name patterns, or a set of names; empty: weights, and long vectors."""
     if _dtype(tensor) not in FLOAT_DTYPES or not tensor.numel():
         return False
+    if isinstance(coded, frozenset):
+        return name in coded
     if coded:
         return any(fnmatchcase(name, pattern) for pattern in coded)
     if tensor.ndim < 2:
@@ -66,7 +69,7 @@ def is_coded(name: str, tensor: torch.Tensor, coded: tuple[str, ...] = ()) -> bo
 
 
 def state_of_arrays(
-    arrays: Arrays, format: Format | None, coded: tuple[str, ...] = (), ranges: Mapping[str, float] | None = None
+    arrays: Arrays, format: Format | None, coded: Coded = (), ranges: Mapping[str, float] | None = None
 ) -> State:
     """The State of a program's tensors.
 

@@ -15,7 +15,7 @@ import torch
 
 from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
-from fedfp8.link.store import read_state, write_state
+from fedfp8.link.store import pack_message, read_state, unpack_message, write_state
 from fedfp8.link.wire import Orders, steps_of, unlike
 from fedfp8.model.layout import Layout
 from fedfp8.model.rounding import ROUNDINGS
@@ -95,7 +95,7 @@ class ClientLink:
         self.path = None if store is None else Path(store) / "received.safetensors"
         self.arrays = arrays
         self.held: State | None = None  # the model received last
-        self.packed = held  # the same as a payload that needs no reference: a few bits a weight
+        self.packed = held  # the same as bytes, about one a weight
         self._orders: Orders | None = None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class ClientLink:
         content = read_message(payload, [state.layout for state in known], known)
         received = dequantize_state(content)
         if self.packed is not None:
-            self.packed = _packed(payload, content) if orders.cache else b""
+            self.packed = pack_message(content) if orders.cache else b""
         self.held, self._orders = received, orders
         if self.path is not None and orders.cache:
             write_state(self.path, received)
@@ -122,7 +122,7 @@ class ClientLink:
         if self.held is None or self._orders is None:
             raise RunError("there is nothing to reply to; call receive first")
         given = self._like_received(arrays)
-        local = state_of_arrays(given, self._orders.format_up, tuple(self._coded()) or ("",))
+        local = state_of_arrays(given, self._orders.format_up, self._coded())
         received = {spec.name: spec for spec in self.held.layout}
         for spec in local.layout:  # a range made here is max|w| of the reply; nothing else may differ
             if received.get(spec.name) != spec:
@@ -130,9 +130,9 @@ class ClientLink:
         whole = local.layout.fingerprint == self.held.layout.fingerprint
         return write_reply(local, self.held, self._orders, whole=whole)
 
-    def _coded(self) -> list[str]:
+    def _coded(self) -> frozenset[str]:
         assert self.held is not None
-        return [_literal(spec.name) for spec in self.held.layout if spec.kind in ("fp8", "float")]
+        return frozenset(spec.name for spec in self.held.layout if spec.kind in ("fp8", "float"))
 
     def _like_received(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         """`arrays` in the dtypes they were received in; refused by name where that would lose something."""
@@ -183,14 +183,9 @@ class ClientLink:
             if self.path is not None and self.path.exists():
                 self.held = read_state(self.path)
             elif self.packed:
-                self.held = dequantize_state(decode(self.packed))
+                self.held = dequantize_state(unpack_message(self.packed))
         except Fedfp8Error:  # damaged: as good as lost
             self.held = None
-
-
-def _packed(payload: bytes, content: QuantState) -> bytes:
-    head = header(payload)
-    return payload if head.has_layout and not head.reference_fingerprints else encode(content, with_layout=True)
 
 
 def _check_size(payload: bytes) -> None:
@@ -201,8 +196,3 @@ def _check_size(payload: bytes) -> None:
             raise WireFormatError(
                 f"a message of {len(payload)} bytes claims a model of {elements} elements; that is not believed"
             )
-
-
-def _literal(name: str) -> str:
-    """A pattern that matches this name only."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -1,16 +1,24 @@
-"""Models on disk: safetensors with their layout, written whole or not at all, and checked when read."""
+"""Models on disk: safetensors with their layout, written whole or not at all, and checked when read.
 
+And messages in somebody else's memory, about a byte a weight: larger than a payload, and ten times faster.
+"""
+
+import hashlib
+import json
 import os
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fedfp8.errors import RunError
+from fedfp8.errors import RunError, WireFormatError
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import State
+from fedfp8.model.state import QuantState, State
 
-__all__ = ["read_state", "write_atomic", "write_state"]
+__all__ = ["pack_message", "read_state", "unpack_message", "write_atomic", "write_state"]
+
+WIDTHS = (torch.int8, torch.int16, torch.int32)  # of the codes of a tensor: the first that holds them all
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -43,3 +51,45 @@ def read_state(path: Path, fingerprint: bytes | None = None) -> State:
     if fingerprint is not None and state.fingerprint != fingerprint:
         raise RunError(f"{path} is damaged: its values are not those saved; restore it or start the run anew")
     return state
+
+
+def pack_message(q: QuantState) -> bytes:
+    """A message as bytes that need no reference, for `unpack_message` on the same machine."""
+    parts, widths = [], []
+    for spec in q.layout:
+        tensor = q.rest[spec.name] if spec.name in q.rest else q.codes[spec.name]
+        if spec.name in q.codes and tensor.dtype == torch.int32:
+            low, high = map(int, tensor.aminmax()) if tensor.numel() else (0, 0)
+            tensor = tensor.to(next(w for w in WIDTHS if torch.iinfo(w).min <= low and high <= torch.iinfo(w).max))
+        widths.append(str(tensor.dtype).removeprefix("torch."))
+        parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    meta = {
+        "layout": q.layout.to_bytes().decode(), "rounding": q.rounding, "seed": q.seed, "place": q.place,
+        "strata": q.strata, "steps": {n: s.hex() for n, s in q.steps.items()}, "rest": list(q.rest), "dtypes": widths,
+    }  # fmt: skip
+    head = json.dumps(meta, separators=(",", ":")).encode()
+    body = b"".join([len(head).to_bytes(4, "little"), head, *parts])
+    return body + hashlib.blake2b(body, digest_size=8).digest()
+
+
+def unpack_message(data: bytes) -> QuantState:
+    body = memoryview(data)[:-8]
+    if hashlib.blake2b(body, digest_size=8).digest() != data[-8:]:
+        raise WireFormatError("what was kept of the last model is damaged; it counts as lost")
+    position = 4 + int.from_bytes(body[:4], "little")
+    meta = json.loads(bytes(body[4:position]))
+    layout, rest = Layout.from_bytes(meta["layout"].encode()), set(meta["rest"])
+    steps = {name: float.fromhex(step) for name, step in meta["steps"].items()}
+    q = QuantState(layout, meta["rounding"], meta["seed"], steps=steps, place=meta["place"], strata=meta["strata"])
+    for spec, name in zip(layout, meta["dtypes"], strict=True):
+        dtype = getattr(torch, name)
+        end = position + spec.size * dtype.itemsize
+        tensor = (
+            torch.frombuffer(bytearray(body[position:end]), dtype=dtype) if spec.size else torch.empty(0, dtype=dtype)
+        )
+        if spec.name in rest:
+            q.rest[spec.name] = tensor.view(spec.shape)
+        else:
+            q.codes[spec.name] = tensor.to(torch.int32) if dtype in WIDTHS else tensor
+        position = end
+    return q

@@ -29,7 +29,7 @@ __all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wi
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
-KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 8, 5  # cohorts from which on a client's steps are the full ones
+KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 20 / 3, 5  # cohorts from which on a client's steps are the full ones
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class State(Mapping[str, torch.Tensor]):
 
     def with_layout(self, layout: Layout) -> "State":
         """The same tensors under a layout that differs in formats only."""
-        return State(layout, self.tensors)
+        return self if layout is self.layout else State(layout, self.tensors)
 
 
 @dataclass(frozen=True, eq=False)

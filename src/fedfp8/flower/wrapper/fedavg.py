@@ -29,7 +29,7 @@ from fedfp8.rng import derive_seed
 __all__ = ["FP8FedAvg"]
 
 WIRE_OF = {"fp32": "fp32", "bq": "bq", "uq": "fp8", "uq+": "fp8"}
-OURS = ("format", "coded", "seed", "start", "client_cache", "history", "lossless")
+OURS = ("format", "coded", "seed", "start", "client_cache", "history", "lossless", "out")
 
 
 class FP8FedAvg(FP8):
@@ -41,10 +41,14 @@ class FP8FedAvg(FP8):
         ours = {name: arguments.pop(name) for name in OURS if name in arguments}
         inner = _Optimized(**arguments) if method == "uq+" else FedAvg(**arguments)
         super().__init__(inner, WIRE_OF[method], preserve=False, **ours)
-        self.method, self.server = method, server or ServerConfig(optimize=True)
+        self.name, self.server = method, server or ServerConfig(optimize=True)
         self.gains: list[dict[str, float]] = []  # what ServerOptimize gained, round by round
         if isinstance(inner, _Optimized):
             inner.wrapper = self
+
+    @property
+    def method(self) -> str:
+        return self.name
 
     def optimize(self, arrays: ArrayRecord, replies: list[Message]) -> None:
         """Replace the averaged FP8 weights and ranges in `arrays` by ServerOptimize's."""

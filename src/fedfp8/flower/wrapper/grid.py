@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore import log
 
 from fedfp8.errors import Fedfp8Error, WireFormatError
-from fedfp8.flower.blob import STYPE, numpy_view, record_of, short, split
+from fedfp8.flower.blob import STYPE, array_of, numpy_view, record_of, short, split
+from fedfp8.flower.releases import log
 from fedfp8.flower.wrapper.inner import Inner
 from fedfp8.flower.wrapper.mod import LOST
 from fedfp8.flower.wrapper.traffic import Phase, Traffic
@@ -36,6 +36,7 @@ HINT = (
     f"the model came as {STYPE!r} and nobody decoded it: put fp8_mod first in the client's list, "
     "ClientApp(mods=[fp8_mod, ...])"
 )
+UNDECODED = (STYPE, "pickled (object) data")  # what Flower's or numpy's errors say of our bytes
 Models = Mapping[str, ArrayRecord]
 
 
@@ -218,6 +219,7 @@ class FP8Grid(Grid):
             phases = self.traffic[-1:]
             entries = [Open(m, self._announced[m.metadata.dst_node_id].popleft(), phases[0]) for m in messages]
             self.open += entries
+            phases[0].clients += [message.metadata.dst_node_id for message in messages]
             return entries
 
     def _send(self, entry: Open) -> str:
@@ -284,7 +286,7 @@ class FP8Grid(Grid):
         """A reply with arrays in place of blobs; one that cannot be used becomes an error that says why."""
         node = entry.message.metadata.dst_node_id
         if reply.has_error():
-            if STYPE not in (reply.error.reason or ""):
+            if not any(words in (reply.error.reason or "") for words in UNDECODED):
                 return reply
             log(WARNING, "fedfp8: node %d failed: %s", node, HINT)
             reason = f"{HINT} ({short(reply.error.reason)})"
@@ -310,7 +312,7 @@ class FP8Grid(Grid):
                 sent = left.pop(name, None)
                 if sent is None or sent.link is None:
                     raise WireFormatError(f"a model under the name {name!r}, which was not sent or is answered already")
-                arrays |= {n: Array(array) for n, array in self._received(sent, payload, entry, key).items()}
+                arrays |= {n: array_of(array) for n, array in self._received(sent, payload, entry, key).items()}
             _check_plain(others, entry.models)
             records[key] = ArrayRecord(arrays | others) if blobs else record
             entry.phase.plain_up += _size(records[key])
@@ -356,6 +358,7 @@ def _rejection(entry: Open, error: Exception) -> Message:
     node, kind = entry.message.metadata.dst_node_id, type(error).__name__
     reason = short(error) if isinstance(error, Fedfp8Error) else f"{kind}: {short(error)}"
     log(WARNING, "fedfp8: the update of node %d is rejected: %s", node, reason)
+    entry.phase.rejected.append({"client": node, "reason": reason})
     reason = f"fedfp8 rejected the update of node {node}: {reason}"
     answer = Message(Error(code=REJECTED, reason=reason), reply_to=entry.message)
     answer.metadata.__dict__["_reply_to_message_id"] = entry.id

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from logging import WARNING
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.supercore import log
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedfp8.errors import Fedfp8Error, LostReference
-from fedfp8.flower.blob import numpy_view, record_of, short, split
+from fedfp8.flower.blob import array_of, numpy_view, record_of, short, split
+from fedfp8.flower.releases import log
 from fedfp8.link import ClientLink
 from fedfp8.link.arrays import Arrays
 
@@ -27,6 +26,7 @@ __all__ = ["CACHE", "LOST", "arrays_of", "fp8_mod", "fp8_mod_with"]
 CACHE = "fedfp8-received"  # the record of Context.state
 LOST = "fedfp8-lost"  # the record of a reply that asks for the whole model
 
+ClientAppCallable = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 
@@ -65,7 +65,7 @@ class Model:
         self.link = ClientLink(start=arrays_of(start), held=held, arrays="numpy")
         arrays = self.link.receive(payload)
         self.shapes = {name: array.shape for name, array in arrays.items()}
-        self.record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+        self.record = ArrayRecord({name: array_of(array) for name, array in arrays.items()})
 
 
 def _serve(message: Message, context: Context, call_next: ClientAppCallable, start: Any) -> Message:

@@ -9,11 +9,10 @@ from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord
-from flwr.compat.common.recorddict_compat import parameters_to_arrayrecord
 from flwr.server.strategy import Strategy
-from flwr.supercore import log
 
 from fedfp8.errors import ConfigError
+from fedfp8.flower.releases import log, parameters_to_arrayrecord
 from fedfp8.flower.wrapper.strategy import FP8
 
 __all__ = ["OldFP8"]

@@ -9,19 +9,22 @@ not enter any aggregate. FP8 must be the outermost wrapper: the others compute w
 """
 
 import secrets
+import time
 from collections.abc import Iterable
 from logging import INFO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.supercore import log
 
+from fedfp8.flower.releases import log
 from fedfp8.flower.wrapper.grid import FP8Grid
 from fedfp8.flower.wrapper.inner import Inner, is_old
 from fedfp8.flower.wrapper.mod import arrays_of
+from fedfp8.flower.wrapper.records import write_records
 from fedfp8.flower.wrapper.traffic import Traffic
 from fedfp8.fp8 import Format
 from fedfp8.link import ServerLink, Wire
@@ -44,6 +47,7 @@ class FP8(Strategy):
     change and of the weights; None: chosen by the inner strategy. seed: of all random bits; None draws one. start: a
     model that every client has too (a state dict, an ArrayRecord, or a function that makes one; see `fp8_mod_with`).
     client_cache=False: nodes keep nothing between rounds. history: of how many rounds the server remembers its model.
+    out: a folder for the records of a run, for `fedfp8 report`.
     """
 
     def __new__(cls, strategy: Any = None, *args: Any, **kwargs: Any) -> "FP8":
@@ -66,6 +70,7 @@ class FP8(Strategy):
         start: Any = None,
         client_cache: bool = True,
         history: int = 16,
+        out: "str | Path | None" = None,
         **settings: Any,
     ) -> None:
         self.strategy, self.inner = strategy, Inner(strategy)
@@ -80,6 +85,7 @@ class FP8(Strategy):
         self.start_model, self.client_cache, self.history = arrays_of(start), client_cache, history
         self.ranges: dict[str, float] = {}  # of FP8 codes, where a strategy chose them
         self.traffic = Traffic()
+        self.out = None if out is None else Path(out)
         self._grid: FP8Grid | None = None
 
     def on(self, grid: Grid) -> FP8Grid:
@@ -90,21 +96,28 @@ class FP8(Strategy):
 
     def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Any:
         """The inner strategy's own `start`, on a Grid that codes."""
-        before = len(self.traffic)
+        before, began = len(self.traffic), time.monotonic()
         self._log_settings()
         result = self.strategy.start(self.on(grid), *args, **kwargs)
         log(INFO, "fedfp8: %s", self.traffic)
         if isinstance(result, Result):
             for round, values in self.traffic.metrics(before).items():
                 result.train_metrics_clientapp.setdefault(round, MetricRecord()).update(values)
+            if self.out is not None:
+                write_records(self.out, self.traffic, result, self.method, self.seed, time.monotonic() - began)
         return result
 
     def _log_settings(self) -> None:
         wire = self.wire
-        name = next((name for name, one in WIRES.items() if (one.down, one.up) == (wire.down, wire.up)), wire.name)
         reason = self.inner.wants_fine_steps if wire.kappa_up == FINE else "right where updates are averaged"
         step = f", kappa_up {wire.kappa_up:g} ({reason})" if wire.up == "dithered" else ""
-        log(INFO, "fedfp8: wire %s%s, seed %d", name, step, self.seed)
+        log(INFO, "fedfp8: wire %s%s, seed %d", self.method, step, self.seed)
+
+    @property
+    def method(self) -> str:
+        """The wire's name."""
+        named = (name for name, one in WIRES.items() if (one.down, one.up) == (self.wire.down, self.wire.up))
+        return next(named, f"{self.wire.down}/{self.wire.up}")
 
     def _link(self, name: str, arrays: dict[str, np.ndarray]) -> ServerLink:
         """A link for one record; name: for random bits of its own."""

@@ -1,6 +1,6 @@
 """What models cost, and what they would have cost: a line for every phase of every round."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Phase", "Traffic"]
@@ -18,6 +18,8 @@ class Phase:
     up: int = 0
     plain_down: int = 0
     plain_up: int = 0
+    clients: list[int] = field(default_factory=list)  # nodes, as Flower numbers them
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # client and reason
 
     def __str__(self) -> str:
         sizes = f"{size_text(self.down)} down, {size_text(self.up)} up"
@@ -44,9 +46,6 @@ class Traffic(list[Phase]):
                 sums[f"fedfp8-bytes-{way}"] = sums.get(f"fedfp8-bytes-{way}", 0) + getattr(one, way)
                 sums[f"plain-bytes-{way}"] = sums.get(f"plain-bytes-{way}", 0) + getattr(one, f"plain_{way}")
         return found
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [asdict(one) for one in self]
 
     def __str__(self) -> str:
         sent = sum(one.down + one.up for one in self)

@@ -1,0 +1,158 @@
+"""Old-style apps (client_fn, NumPyClient, ServerApp(server_fn=...), flwr.server.strategy): the same two lines."""
+
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+from flwr.client import NumPyClient
+from flwr.client.mod import adaptiveclipping_mod, fixedclipping_mod
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server import strategy as old
+from flwr.serverapp import ServerApp
+
+from fedfp8.errors import ConfigError
+from fedfp8.flower import FP8, LocalGrid, fp8_mod
+from fedfp8.flower.wrapper.mod import CACHE
+from fedfp8.flower.wrapper.old import OldFP8
+
+SHAPES = ((64, 48), (48,), (10, 48), (10,))
+
+
+def weights():
+    dice = np.random.default_rng(0)
+    return [0.1 * dice.normal(size=shape).astype(np.float32) for shape in SHAPES]
+
+
+def client_app(mods=(fp8_mod,), move=0.01, spoil=lambda node, arrays: arrays):
+    class Client(NumPyClient):
+        def __init__(self, node):
+            self.node = node
+
+        def fit(self, parameters, config):
+            assert [p.shape for p in parameters] == list(SHAPES) and "fedfp8" not in str(config)
+            dice = np.random.default_rng(self.node)
+            moved = [(p + move * dice.normal(size=p.shape)).astype(p.dtype) for p in parameters]
+            return spoil(self.node, moved), 10, {"loss": 1.0}
+
+        def evaluate(self, parameters, config):
+            return float(sum(p.sum() for p in parameters)), 10, {}
+
+    return ClientApp(client_fn=lambda context: Client(context.node_id).to_client(), mods=list(mods))
+
+
+def serve(strategy, app=None, rounds=3, grid=None, nodes=4):
+    grid = grid or LocalGrid(app or client_app(), nodes)
+    random.seed(0)
+    components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=rounds))
+    grid.serve(ServerApp(server_fn=lambda context: components))
+    return grid
+
+
+def watched(make, **arguments):
+    """A strategy that keeps what it aggregated, as apps do to save models."""
+
+    class Watched(make):
+        def aggregate_fit(self, server_round, results, failures):
+            found.setdefault("failures", []).extend(failures)
+            found.setdefault("updates", []).extend(parameters_to_ndarrays(r.parameters) for _, r in results)
+            parameters, metrics = super().aggregate_fit(server_round, results, failures)
+            found["model"] = parameters_to_ndarrays(parameters) if parameters else None
+            return parameters, metrics
+
+    found = {}
+    return Watched(initial_parameters=ndarrays_to_parameters(weights()), **arguments), found
+
+
+def test_the_same_two_lines(caplog):
+    inner, found = watched(old.FedAvg)
+    plain_grid = serve(inner, client_app(mods=()))
+    plain = found["model"]
+    inner, found = watched(old.FedAvg)
+    strategy = FP8(inner, seed=1)
+    assert isinstance(strategy, OldFP8 | old.Strategy) and strategy.fraction_fit == 1.0
+    grid = serve(strategy)
+    assert [t.messages for t in strategy.traffic] == [4] * 6 and not any(t.resent for t in strategy.traffic)
+    assert grid.bytes == {way: sum(getattr(t, way) for t in strategy.traffic) for way in ("down", "up")}
+    assert all(grid.bytes[way] < plain_grid.bytes[way] / 8 for way in grid.bytes)
+    for ours, theirs, start in zip(found["model"], plain, weights(), strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max() < 0.1 and not np.array_equal(ours, start)
+    assert all(CACHE in context.state for context in grid.contexts.values())
+    lines = [one.getMessage() for one in caplog.records]
+    assert any("instead of" in line and "times less" in line for line in lines)
+    assert any("fedfp8-bytes-up" in line for line in lines)
+
+
+def test_float_wire_is_the_plain_app():
+    inner, found = watched(old.FedAvg)
+    serve(inner, client_app(mods=()))
+    assert not found["failures"] and len(found["updates"]) == 12, found["failures"]  # of Flower without us
+    plain = found["model"]
+    inner, found = watched(old.FedAvg)
+    serve(FP8(inner, "fp32"))
+    assert not found["failures"] and len(found["updates"]) == 12, found["failures"]
+    for ours, theirs in zip(found["model"], plain, strict=True):
+        # Flower adds up in the order in which threads end: equal but for the rounding of a sum of four
+        assert np.abs(ours - theirs).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["FedAvgM", "FedAdam", "FedYogi", "FedMedian", "FedTrimmedAvg", "Krum", "FedProx"])
+def test_any_old_strategy(name):
+    make = getattr(old, name)
+    extra = {"FedProx": {"proximal_mu": 0.1}, "Krum": {"num_malicious_clients": 1}}.get(name, {})
+    inner, found = watched(make, **extra)
+    strategy = FP8(inner, seed=1)
+    assert strategy.wire.kappa_up == (8.0 if name in ("FedAvgM", "FedProx") else 1.0)
+    serve(strategy, rounds=2)
+    assert all(np.isfinite(array).all() for array in found["model"]) and not found["failures"]
+
+
+def test_lost_bad_and_unmodded_clients(caplog):
+    class Forgetful(LocalGrid):
+        def push_messages(self, messages):
+            given = list(messages)
+            for message in given:
+                if message.metadata.dst_node_id == 101:
+                    self.contexts[101].state.pop(CACHE, None)
+            return super().push_messages(given)
+
+    def spoil(node, arrays):
+        return [a * np.nan for a in arrays] if node == 102 else arrays
+
+    inner, found = watched(old.FedAvg)
+    strategy = FP8(inner, seed=1)
+    serve(strategy, grid=Forgetful(client_app(spoil=spoil), 4), rounds=2)
+    assert sum(t.resent for t in strategy.traffic) >= 1
+    assert len(found["failures"]) == 2 and all("NaN" in str(failure) for failure in found["failures"])
+    assert all(np.isfinite(array).all() for array in found["model"])
+    inner, found = watched(old.FedAvg)
+    serve(FP8(inner, seed=1), client_app(mods=()), rounds=1)
+    assert len(found["failures"]) == 4 and all("put fp8_mod first" in str(f) for f in found["failures"])
+
+
+@pytest.mark.parametrize("kind", ["ClientSideFixed", "ClientSideAdaptive", "ServerSideFixed", "ServerSideAdaptive"])
+def test_privacy_keeps_its_bound(kind):
+    inner, found = watched(old.FedAvg, fraction_evaluate=0.0)
+    make = getattr(old, f"DifferentialPrivacy{kind}Clipping")
+    if "Fixed" in kind:
+        private = make(inner, 0.0, 0.1, 4)
+    else:
+        private = make(inner, 0.0, 4, initial_clipping_norm=0.1, clipped_count_stddev=0.0)
+    mod = {"ClientSideFixed": fixedclipping_mod, "ClientSideAdaptive": adaptiveclipping_mod}.get(kind)
+    strategy = FP8(private, seed=1)
+    assert strategy.wire.kappa_up == 1.0
+    serve(strategy, client_app(mods=(fp8_mod,) if mod is None else (fp8_mod, mod), move=1.0), rounds=1)
+    assert len(found["updates"]) == 4
+    size = np.sqrt(sum((w.astype(float) ** 2).sum() for w in weights()))
+    for update in found["updates"]:
+        norm = np.sqrt(sum(((u.astype(float) - w) ** 2).sum() for u, w in zip(update, weights(), strict=True)))
+        assert 0.05 < norm <= 0.1 * (1 + 1e-6) + 2**-24 * size
+
+
+def test_start_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="ServerAppComponents"):
+        FP8(old.FedAvg()).start(None, None)
