@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-threads test-slow test-deploy lint types bench fuzz build clean
+.PHONY: help demo test test-threads test-slow test-deploy lint types docs bench fuzz build clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -48,6 +48,15 @@ lint: $(VENV)/dev.stamp    ## ruff: lint and format check
 
 types: $(VENV)/dev.stamp   ## mypy over src
 	@$(BIN)/mypy
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt
+	@echo "==> installing fedfp8[docs] into $(VENV) (mkdocs-material, mkdocstrings)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q --progress-bar off -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs.stamp   ## the documentation site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict && echo "build/site/index.html"
 
 bench: $(VENV)/dev.stamp   ## all benchmark tables of docs/benchmarks.md (half an hour; some: fedfp8 bench --only numerics)
 	@OMP_NUM_THREADS=1 $(BIN)/fedfp8 bench

@@ -1,5 +1,6 @@
 """benchmarks/peers.py: every wire's bytes decode to what it claims, and the federation is the engine's."""
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -230,3 +231,11 @@ def test_what_beats_us_is_listed_best_first(peers) -> None:
         {"wire": "two", "bytes_up": 8.0, "gain": 4.0, "gain_at": 0.9},
     ]
     assert peers.beaten(rows) == ["- bytes_up: DQ 10, better are two 8; one 9"]
+
+
+@pytest.mark.parametrize("name", ["peers-digits", "peers-digits-NNCodec"])
+def test_the_docs_show_the_tables_that_were_kept(peers, name: str) -> None:
+    root = Path(__file__).parents[1]
+    kept = json.loads((root / "benchmarks/results" / f"{name}.json").read_text())
+    assert peers.markdown(kept["tables"]) in (root / "docs/peers.md").read_text()
+    assert kept["better_than_dq"] == peers.beaten(kept["tables"])

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # the table below once more, as type checkers and editors rea
     from fedfp8.packing import unpack as unpack
     from fedfp8.wire import inspect as inspect
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
 
 _NAMES = {  # module: its public names
     "fedfp8.errors": "ConfigError DataError Fedfp8Error LostReference MissingPackage QuantizationError RunError "

@@ -22,9 +22,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from fedfp8 import __version__
 
-        print(f"fedfp8 {version('fedfp8')}")
+        print(f"fedfp8 {__version__}")
         raise typer.Exit
 
 

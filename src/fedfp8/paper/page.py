@@ -132,16 +132,24 @@ def _bits(run: RunRecord) -> dict[str, list[float]]:
     }
 
 
-def _settings(runs: Sequence[RunRecord], found: Sequence[Variant]) -> str:
-    """The run in a sentence, where it departs from the paper, and every setting."""
-    first, cell = runs[0], runs[0].cell
-    about, local = first.config, first.config["local"]
-    cohort = f"{100 * about['clients']['fraction']:g} % of them a round"
+def _training(about: Mapping[str, Any]) -> str:
+    """What was trained, in a sentence; of a Flower app with FP8(strategy) we know the exchange only."""
+    if "local" not in about:
+        return "A Flower app, trained by its own code."
+    local, cohort = about["local"], f"{100 * about['clients']['fraction']:g} % of them a round"
     work = f"{local['steps']} steps" if local["steps"] else f"{local['epochs']} epochs"
-    said = (
+    return (
         f"{about['model']['name']} on {about['data']['name']}, partition {about['data']['partition']}, "
         f"{about['clients']['count']} clients, {cohort}, {work} of batches of {local['batch_size']} with "
-        f"{local['optimizer']} {local['lr']:g}. Seeds {', '.join(sorted({str(run.seed) for run in runs}))}. "
+        f"{local['optimizer']} {local['lr']:g}."
+    )
+
+
+def _settings(runs: Sequence[RunRecord], found: Sequence[Variant]) -> str:
+    """The run in a sentence, where it departs from the paper, and every setting."""
+    cell = runs[0].cell
+    said = (
+        f"{_training(runs[0].config)} Seeds {', '.join(sorted({str(run.seed) for run in runs}))}. "
         f"Machine: {machine_of(runs)}. Last round: {max(run.date for run in runs)}."
     )
     if departures := sorted({item for run in runs for item in deviations(cell, run.config)}):
@@ -179,7 +187,8 @@ def _participation(runs: Sequence[RunRecord]) -> str:
     counts = Counter(client for line in run.history for client in line["clients"])
     if not counts:
         return note("No round has been run.")
-    known = 0 if run.config["data"]["partition"] == "group" else int(run.config["clients"]["count"])
+    count = run.config.get("clients", {}).get("count", 0)  # 0: a Flower app, whose nodes are known by what they did
+    known = 0 if run.config.get("data", {}).get("partition") == "group" else int(count)
     total = max(known, max(counts) + 1)  # a partition by group has as many clients as groups
     if total <= MANY:
         bars = {str(client): counts.get(client, 0) for client in range(total)}
