@@ -27,6 +27,7 @@ from fedfp8.fl.pool import Executor
 from fedfp8.fl.simulate import Server, run_round
 from fedfp8.fl.wires import server_link
 from fedfp8.nn import state_of
+from fedfp8.wire import header
 
 STEP = 1.0
 COHORTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32)
@@ -68,11 +69,23 @@ class Watching:
 
     def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
         for task in tasks:
-            layout = state_of(self.executor.client.network("E4M3")).layout
-            for row in inspect(task.payload, layout).rows or ():
-                self.bits[row.mode.partition(",")[0]] += 8 * row.bytes
+            start = self.executor.client.start
+            named = [
+                "start" if f == start.fingerprint else "last received"
+                for f in header(task.payload).reference_fingerprints
+            ]
+            for row in inspect(task.payload, start.layout).rows or ():
+                self.bits[given(row.mode, named)] += 8 * row.bytes
                 self.weights += row.elements
             yield self.executor(task)
+
+
+def given(mode: str, named: list[str]) -> str:
+    """What a tensor of this mode was coded given, with the message's references by name."""
+    kind, _, number = mode.partition(",")[0].partition(" ")
+    if kind == "mix":
+        return "a mix of both"
+    return named[int(number or 1) - 1] if kind in ("reference", "same") else "nothing"
 
 
 def draw_references(path: Path, rounds: int) -> None:
@@ -86,11 +99,11 @@ def draw_references(path: Path, rounds: int) -> None:
             watching = Watching(Executor(config, federation, Path(folder)))
             server, _ = run_round(server, config, federation, watching, link)
             found.append({mode: bits / watching.weights for mode, bits in watching.bits.items()})
-    modes = sorted({mode for line in found for mode in line})
+    modes = [mode for mode in ("nothing", "start", "last received", "a mix of both") if any(mode in x for x in found)]
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     axes.stackplot(range(1, rounds + 1), [[line.get(mode, 0.0) for line in found] for mode in modes], labels=modes)
     axes.set(xlabel="round", ylabel="bits per weight down", xlim=(1, rounds))
-    axes.legend(frameon=False, loc="upper left")
+    figure.legend(frameon=False, loc="outside upper center", ncols=4, title="coded given")
     figure.savefig(path)
 
 
