@@ -342,3 +342,22 @@ def test_certs(tmp_path):
     assert make_certs(tmp_path / "c", ["127.0.0.1"], 1, overwrite=True)["ca.crt"].read_bytes() != before
     with pytest.raises(ConfigError, match="at least one"):
         make_certs(tmp_path / "d", [], 1)
+
+
+def test_rounds_written_just_before_the_end_are_reported(tmp_path, monkeypatch):
+    """The status is asked before the history is read: what was written until then reaches on_round."""
+    from fedfp8.flower.method import launch
+
+    history = tmp_path / "history.jsonl"
+
+    class Deployment:
+        folder = tmp_path
+
+        def status(self, run):
+            history.write_text('{"round": 0}\n{"round": 1}\n')  # the last lines come while the status is asked
+            return "finished:completed"
+
+    monkeypatch.setattr(launch, "STATUS_EVERY", -1.0)
+    seen = []
+    launch.follow(Deployment(), "1", tmp_path, seen.append)
+    assert [line["round"] for line in seen] == [0, 1]
