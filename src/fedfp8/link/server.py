@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedfp8.errors import Fedfp8Error, QuantizationError, RunError, WireFormatError
@@ -78,7 +79,7 @@ class Round:
     def orders(self, client: Client) -> Orders:
         link, wire = self.link, self.wires[client]
         return Orders(
-            wire.up, wire.format_up, wire.kappa_up_for(self.cohort), wire.fan_in,
+            wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
             wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, link.cache, link.coded,
         )  # fmt: skip
 

@@ -17,6 +17,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fedfp8.errors import ConfigError, WireFormatError
 from fedfp8.fp8 import E4M3, Format
 from fedfp8.fp8.quantize import STEP_MIN
@@ -86,7 +88,8 @@ class Wire:
         return self.kappa_down * min(1.0, math.sqrt(cohort / KAPPA_DOWN_CLIENTS))
 
     def kappa_up_for(self, cohort: int) -> float:
-        return self.kappa_up * min(1.0, cohort / KAPPA_UP_CLIENTS)
+        """A float32, since that is how a client is told."""
+        return float(np.float32(self.kappa_up * min(1.0, cohort / KAPPA_UP_CLIENTS)))
 
     def seed_down(self, root: int, number: int) -> int:
         return derive_seed(root, "down", number, self.name)
