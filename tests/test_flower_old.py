@@ -1,6 +1,7 @@
 """Old-style apps (client_fn, NumPyClient, ServerApp(server_fn=...), flwr.server.strategy): the same two lines."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -156,3 +157,18 @@ def test_privacy_keeps_its_bound(kind):
 def test_start_is_refused_with_what_to_do():
     with pytest.raises(ConfigError, match="ServerAppComponents"):
         FP8(old.FedAvg()).start(None, None)
+
+
+def test_clients_of_a_local_grid_take_turns():
+    """An old-style server asks from several threads; numpy's reading of array headers is not safe there (gh-106905)."""
+    inside, most = [0], [0]
+
+    def busy(node, arrays):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return arrays
+
+    serve(FP8(watched(old.FedAvg)[0], seed=1), grid=LocalGrid(client_app(spoil=busy), 4), rounds=1)
+    assert most[0] == 1

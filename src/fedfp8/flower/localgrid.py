@@ -36,7 +36,7 @@ class LocalGrid(Grid):
         }
         self.bytes: dict[str, int] = {"down": 0, "up": 0}  # of all records of all messages
         self._replies: dict[str, Message] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def serve(self, server_app: ServerApp, run_config: dict | None = None) -> None:
         """Run a ServerApp on this grid to its end."""
@@ -61,16 +61,18 @@ class LocalGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _deliver(self, message: Message) -> Message:
+        # One client at a time, also where an old-style server asks from several threads: numpy reads the header of an
+        # array with Python's parser, which is not safe in threads in Python 3.11 (gh-106905) and raises SystemError.
         with self._lock:
             self.bytes["down"] += _size(message)
-        try:
-            reply = self.client_app(message, self.contexts[message.metadata.dst_node_id])
-        except Exception as error:  # as SuperNodes do
-            reply = Message(Error(code=CLIENT_APP_RAISED, reason=f"{type(error).__name__}: {error}"), reply_to=message)
-        reply.metadata.__dict__["_message_id"] = str(uuid4())
-        with self._lock:
+            try:
+                reply = self.client_app(message, self.contexts[message.metadata.dst_node_id])
+            except Exception as error:  # as SuperNodes do
+                text = f"{type(error).__name__}: {error}"
+                reply = Message(Error(code=CLIENT_APP_RAISED, reason=text), reply_to=message)
+            reply.metadata.__dict__["_message_id"] = str(uuid4())
             self.bytes["up"] += _size(reply)
-        return reply
+            return reply
 
     # What else a Grid must have
 
