@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +84,28 @@ def test_same_seed_same_bytes(wire: str) -> None:
         return found
 
     assert run() == run()
+
+
+def test_traffic_is_the_lengths_of_the_very_bytes() -> None:
+    server, client, state = ServerLink("dq", seed=1, start=model()), ClientLink(), model()
+    message = server.broadcast(state, ["a"])["a"]
+    with pytest.raises(LostReference):
+        client.receive(message)
+    again = server.resend("a")
+    reply = client.reply(client.receive(again))
+    server.receive("a", reply)
+    line = server.traffic[-1]
+    assert (line["down"], line["resent"], line["up"]) == ({"a": len(message)}, {"a": len(again)}, {"a": len(reply)})
+
+
+def test_the_example_of_a_system_of_ones_own() -> None:
+    """A server and three client processes over HTTP; one is killed and goes on with the model in its folder."""
+    script = Path(__file__).parent.parent / "examples" / "own_system.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"round {n}" for n in range(1, 6)]
+    down = [int(line.split()[2]) for line in lines]
+    assert down[3] < down[0] and down[4] < down[0]  # after the kill, too, models are coded given what clients hold
 
 
 # The method: error of a cohort's mean

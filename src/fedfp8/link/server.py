@@ -207,7 +207,7 @@ class ServerLink:
             self.losses[client] = self.losses.get(client, 0) + 1
             self.held.pop(client, None)
             self.without_start.add(client)
-            return round.orders(client).to_bytes() + round.whole(client)
+            return self._with_orders(client, round.whole(client), round.traffic["resent"])
 
     def confirm(self, client: Client) -> None:
         """A client has received its model, although it sends none back (an evaluation)."""
@@ -250,7 +250,13 @@ class ServerLink:
         """What to send to one client of the open round."""
         with self._lock, self._naming(client):
             round = self._current()
-            return round.orders(client).to_bytes() + round.payload(client)
+            return self._with_orders(client, round.payload(client), round.traffic["down"])
+
+    def _with_orders(self, client: Client, payload: bytes, traffic: dict[Client, int]) -> bytes:
+        """The message: orders count as bytes, too."""
+        orders = self._current().orders(client).to_bytes()
+        traffic[client] += len(orders)
+        return orders + payload
 
     def close(self) -> None:
         """Remember who received the open round's model. A client that did not answer may hold that or an older one."""
