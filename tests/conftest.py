@@ -10,6 +10,7 @@ HYPOTHESIS_PROFILE=search draws ten times as many, new ones every time.
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,24 @@ def data_root(request: pytest.FixtureRequest) -> Path:
     if not root.is_dir():
         pytest.skip(f"no real data sets in {root}; say where they are with --data-dir or FEDFP8_DATA")
     return root
+
+
+@pytest.fixture
+def fedfp8_command(monkeypatch, capsys):
+    """Runs the command in this process: (exit code, standard output, standard error)."""
+    from fedfp8 import cli
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedfp8", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
 
 
 @pytest.fixture(autouse=True)

@@ -12,27 +12,9 @@ from pathlib import Path
 import pytest
 
 import fedfp8
-from fedfp8 import cli
 from fedfp8.fl import Config, from_dict, with_settings
 from fedfp8.fl.describe import describe, to_toml
 from fl_tools import TINY, command, comparable, settings_of, tiny
-
-
-@pytest.fixture
-def fedfp8_command(monkeypatch, capsys):
-    """Runs the command in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedfp8", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def test_run_writes_its_records_and_one_json_line_a_round(fedfp8_command, tmp_path: Path) -> None:

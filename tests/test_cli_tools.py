@@ -1,34 +1,17 @@
 """`fedfp8 inspect`, `models`, `presets`, `settings`, `bench`, `reproduce --dry-run` and shell completion."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 import fedfp8
-from fedfp8 import cli, models
+from fedfp8 import models
 from fedfp8.bench import numerics, tables
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl import PRESETS
 from fedfp8.paper import paper
 from fl_tools import tiny
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Runs the command in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedfp8", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        return (code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -38,91 +21,91 @@ def kept(tmp_path_factory) -> Path:
     return folder
 
 
-def test_inspect_shows_the_tensors_of_a_kept_message(call, kept: Path) -> None:
+def test_inspect_shows_the_tensors_of_a_kept_message(fedfp8_command, kept: Path) -> None:
     payload = next((kept / "payloads/round-1").glob("up-*"))
-    code, out, err = call("inspect", str(payload), "--layout", str(kept))
+    code, out, err = fedfp8_command("inspect", str(payload), "--layout", str(kept))
     assert code == 0, err
     assert "6.weight" in out and f"{payload.stat().st_size:,} bytes" in out
-    code, by_name, _ = call("inspect", str(payload), "--layout", "digits")
+    code, by_name, _ = fedfp8_command("inspect", str(payload), "--layout", "digits")
     assert code == 0 and by_name == out
-    code, out, _ = call("inspect", str(payload), "--layout", "digits", "--json")
+    code, out, _ = fedfp8_command("inspect", str(payload), "--layout", "digits", "--json")
     content = json.loads(out)
     assert content["bytes"] == payload.stat().st_size and len(content["tensors"]) == 16
 
 
-def test_inspect_of_a_link_with_a_format_of_its_own(call, tmp_path: Path) -> None:
+def test_inspect_of_a_link_with_a_format_of_its_own(fedfp8_command, tmp_path: Path) -> None:
     fedfp8.run(tiny("uq", 1, round__keep_payloads=1, up__format="E5M2"), out=tmp_path)
     payload = next((tmp_path / "payloads/round-1").glob("up-*"))
-    code, out, err = call("inspect", str(payload), "--layout", str(tmp_path))
+    code, out, err = fedfp8_command("inspect", str(payload), "--layout", str(tmp_path))
     assert code == 0 and "6.weight" in out, err
     tensors = json.loads((tmp_path / "payloads/tensors.json").read_text())["tensors"]
     assert tensors["6.weight"]["up"] > 0 and tensors["6.weight"]["down"] > 0
 
 
-def test_inspect_says_what_is_wrong(call, kept: Path, tmp_path: Path) -> None:
+def test_inspect_says_what_is_wrong(fedfp8_command, kept: Path, tmp_path: Path) -> None:
     data = next((kept / "payloads/round-1").glob("down-*")).read_bytes()
     for name, damaged in (("short", data[:-9]), ("flipped", data[:70] + bytes([data[70] ^ 4]) + data[71:])):
         (tmp_path / name).write_bytes(damaged)
-        code, out, err = call("inspect", str(tmp_path / name), "--layout", str(kept))
+        code, out, err = fedfp8_command("inspect", str(tmp_path / name), "--layout", str(kept))
         assert (
             code == 1 and out == "" and f"{tmp_path / name} is not a whole fedfp8 message" in "".join(err.split("\n"))
         )
-    assert "cannot be read" in call("inspect", str(tmp_path / "nothing"))[2]
+    assert "cannot be read" in fedfp8_command("inspect", str(tmp_path / "nothing"))[2]
     (tmp_path / "whole").write_bytes(data)
-    assert "neither a run folder nor one of" in call("inspect", str(tmp_path / "whole"), "--layout", "vgg")[2]
-    code, _, err = call("inspect", str(tmp_path / "whole"), "--layout", "digits:7")
+    assert "neither a run folder nor one of" in fedfp8_command("inspect", str(tmp_path / "whole"), "--layout", "vgg")[2]
+    code, _, err = fedfp8_command("inspect", str(tmp_path / "whole"), "--layout", "digits:7")
     assert code == 1 and "Traceback" not in err
 
 
-def test_models_lists_every_network(call) -> None:
-    code, out, _ = call("models")
+def test_models_lists_every_network(fedfp8_command) -> None:
+    code, out, _ = fedfp8_command("models")
     assert code == 0 and all(name in out for name in models.MODELS)
 
 
-def test_presets_lists_every_preset_with_its_settings(call) -> None:
-    code, out, _ = call("presets")
+def test_presets_lists_every_preset_with_its_settings(fedfp8_command) -> None:
+    code, out, _ = fedfp8_command("presets")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)
     assert "model.name=kwt1" in out
 
 
-def test_settings_lists_every_key_with_its_value_and_meaning(call) -> None:
-    code, out, _ = call("settings")
+def test_settings_lists_every_key_with_its_value_and_meaning(fedfp8_command) -> None:
+    code, out, _ = fedfp8_command("settings")
     assert code == 0 and "dq.kappa_up" in out and "seed = 0" in out
-    code, out, _ = call("settings", "local", "--preset", "lenet-cifar10-iid", "--json")
+    code, out, _ = fedfp8_command("settings", "local", "--preset", "lenet-cifar10-iid", "--json")
     found = {item["key"]: item for item in json.loads(out)}
     assert code == 0 and found["local.batch_size"]["value"] == 50 and all(key.startswith("local.") for key in found)
     assert all(item["meaning"] for item in found.values())
-    assert "no setting contains" in call("settings", "nonsense")[2]
+    assert "no setting contains" in fedfp8_command("settings", "nonsense")[2]
 
 
-def test_dry_run_of_a_reproduction_prints_the_plan_and_writes_nothing(call, tmp_path, monkeypatch) -> None:
+def test_dry_run_of_a_reproduction_prints_the_plan_and_writes_nothing(fedfp8_command, tmp_path, monkeypatch) -> None:
     numbers = {"digits": {"fp32": paper.Reported(90.0, 1.0, 1.0), "uq": paper.Reported(89.0, 1.0, 4.0)}}
     monkeypatch.setitem(paper.CELLS, "digits", paper.Cell("digits", "CNN", "digits", "i.i.d."))
     monkeypatch.setitem(paper.TABLES, "table1", paper.PaperTable("table1", "Table 1", ("fp32", "uq"), numbers))
     out_folder = tmp_path / "paper"
-    code, out, err = call(
+    code, out, err = fedfp8_command(
         "reproduce", "table1", "--dry-run", "--rounds", "7", "--seeds", "0,1", "--out", str(out_folder)
     )
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()[2:6]]
     assert [row[:5] for row in rows] == [["digits", m, s, "new", "0/7"] for m in ("fp32", "uq") for s in "01"]
     assert "In all about" in out and not out_folder.exists()
-    code, out, _ = call("reproduce", "figure3", "--dry-run", "--out", str(out_folder))
+    code, out, _ = fedfp8_command("reproduce", "figure3", "--dry-run", "--out", str(out_folder))
     assert code == 0 and "trains no network" in out and not out_folder.exists()
-    assert "unknown experiment" in call("reproduce", "table9")[2]
+    assert "unknown experiment" in fedfp8_command("reproduce", "table9")[2]
 
 
-def test_bench_runs_what_is_asked_for_and_keeps_it_with_its_circumstances(call, tmp_path, monkeypatch) -> None:
+def test_bench_runs_what_is_asked_for_and_keeps_it(fedfp8_command, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(numerics, "run", lambda: numerics.run_size(1024, turns=3))
-    code, out, err = call("bench", "--only", "numerics", "--json", "--keep", str(tmp_path))
+    code, out, err = fedfp8_command("bench", "--only", "numerics", "--json", "--keep", str(tmp_path))
     assert code == 0, err
     content = json.loads(out)
     assert {row["name"] for row in content["tables"]["numerics"]} >= {"copy_", "quantize", "undither"}
     assert {"processor", "torch", "numba", "python", "commit", "date"} <= set(content["machine"])
     assert json.loads((tmp_path / "numerics.json").read_text())["tables"].keys() == {"numerics"}
-    code, out, _ = call("bench", "--only", "numerics")
+    code, out, _ = fedfp8_command("bench", "--only", "numerics")
     assert code == 0 and "quantize" in out and tables.TABLES["numerics"] in out
-    assert "unknown table 'nothing'" in call("bench", "--only", "nothing")[2]
+    assert "unknown table 'nothing'" in fedfp8_command("bench", "--only", "nothing")[2]
 
 
 def test_bench_runs_all_tables_of_the_repository(tmp_path: Path) -> None:
@@ -140,7 +123,7 @@ def test_bench_runs_all_tables_of_the_repository(tmp_path: Path) -> None:
         tables.measure("wire", tmp_path)
 
 
-def test_the_shell_can_complete_commands_and_options(call, monkeypatch) -> None:
+def test_the_shell_can_complete_commands_and_options(fedfp8_command, monkeypatch) -> None:
     monkeypatch.setenv("_FEDFP8_COMPLETE", "complete_bash")
     for words, word, expected in (
         ("fedfp8 re", 1, {"report", "reproduce", "resume"}),
@@ -148,5 +131,5 @@ def test_the_shell_can_complete_commands_and_options(call, monkeypatch) -> None:
     ):
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(word))
-        code, out, _ = call()
+        code, out, _ = fedfp8_command()
         assert code == 0 and set(out.split()) == expected

@@ -26,7 +26,8 @@ from fedfp8.paper.records import (
     variants,
 )
 from fedfp8.paper.report import write_report
-from fedfp8.paper.tables import NOT_LEARNED, Table, duration_text, size_text
+from fedfp8.paper.tables import NOT_LEARNED, Table, duration_text
+from fedfp8.text import size_text
 
 
 def lines(accuracies: list[float | None], per_round: int) -> list[dict[str, Any]]:

@@ -5,14 +5,14 @@ A minute of somebody else's load slows every candidate of the same turn alike, s
 """
 
 import gc
-import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from fedfp8.machine import cores, processor
 
 __all__ = ["Timings", "interleave", "machine", "table"]
 
@@ -83,8 +83,8 @@ def machine() -> dict[str, str]:
     import torch
 
     return {
-        "processor": _processor(),
-        "cores": str(_cores()),
+        "processor": processor(),
+        "cores": str(cores()),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -104,16 +104,3 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(v) for v in row.values()] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"

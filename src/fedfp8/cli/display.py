@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from fedfp8.paper.records import Metric, value_of
-from fedfp8.paper.tables import duration_text, size_text
+from fedfp8.paper.tables import duration_text
+from fedfp8.text import size_text
 
 if TYPE_CHECKING:
     from fedfp8.paper.jobs import Job

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedfp8.cli.display import Display
-from fedfp8.cli.run import INTERRUPTED, cores, resumable, split
+from fedfp8.cli.run import INTERRUPTED, resumable, split
 from fedfp8.errors import ConfigError
+from fedfp8.machine import cores
 
 if TYPE_CHECKING:
     from fedfp8.paper.jobs import Job

@@ -1,6 +1,5 @@
 """`fedfp8 run`, `resume`, `compare` and `demo`."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,8 @@ import typer
 
 from fedfp8.cli.display import Display
 from fedfp8.errors import ConfigError
-from fedfp8.paper.tables import size_text
+from fedfp8.machine import cores
+from fedfp8.text import size_text
 
 if TYPE_CHECKING:
     from fedfp8.paper.jobs import Job
@@ -216,10 +216,6 @@ def configure(
         "name": name,
     }
     return complete(with_settings(config, {k: v for k, v in options.items() if v is not None} | chosen))
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedfp8.fl.config import Config
+from fedfp8.machine import processor
 from fedfp8.model.state import State
 
 __all__ = ["Summary", "metric_of", "summarize"]
@@ -54,7 +55,7 @@ def summarize(history: list[dict[str, Any]], config: Config, state: State) -> Su
         "seconds": sum(line["seconds"]["total"] for line in history),
         "cache": history[-1].get("cache"),
         "start": _start(history, down + up),
-        "machine": {"cpu": _cpu(), "python": platform.python_version()},
+        "machine": {"cpu": processor(), "python": platform.python_version()},
     }
     return Summary(values)
 
@@ -65,11 +66,3 @@ def _start(history: list[dict[str, Any]], total: int) -> dict[str, Any] | None:
         return None
     clients = len({client for line in history for client in line["clients"]})
     return {"clients": clients, "bytes_each": each, "bytes_total_if_sent": total + clients * each}
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()

@@ -30,6 +30,7 @@ from fedfp8.link import ClientLink, ServerLink
 from fedfp8.link.arrays import tensors_of, torch_of
 from fedfp8.link.store import write_atomic
 from fedfp8.model.state import State
+from fedfp8.text import size_text
 
 __all__ = ["ReceiveModel", "ReceiveUpdate", "SendModel", "SendUpdate"]
 
@@ -236,7 +237,7 @@ class SendModel(DXOFilter):
             sent, plain = server.traffic()
             self.log_info(
                 fl_ctx,
-                f"fedfp8: {sent / 1e6:.3f} MB instead of {plain / 1e6:.3f} ({plain / max(sent, 1):.1f} times less) "
+                f"fedfp8: {size_text(sent)} instead of {size_text(plain)} ({plain / max(sent, 1):.1f} times less) "
                 f"in {len(server.rows)} rounds",
             )
             write_atomic(_run_folder(fl_ctx) / "fedfp8-traffic.json", json.dumps(server.rows, indent=1).encode())

@@ -20,7 +20,8 @@ from fedfp8.paper.records import (
     read_run,
     variants,
 )
-from fedfp8.paper.tables import Table, gain_text, size_text, spread_text
+from fedfp8.paper.tables import Table, gain_text, spread_text
+from fedfp8.text import size_text
 
 __all__ = ["Comparison", "Row", "compare", "comparison_table", "curves_of", "gains_of", "ordered", "write_comparison"]
 

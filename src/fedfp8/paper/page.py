@@ -19,7 +19,8 @@ from fedfp8.paper.paper import deviations
 from fedfp8.paper.paper_tables import machine_of
 from fedfp8.paper.plots import name_of, styles_of
 from fedfp8.paper.records import RunRecord, Variant, gain_between, sent_value_of, settings_text, value_of
-from fedfp8.paper.tables import NONE, Table, duration_text, size_text, spread_text
+from fedfp8.paper.tables import NONE, Table, duration_text, spread_text
+from fedfp8.text import size_text
 
 __all__ = ["Section", "cell_section", "image", "note", "page", "sentence"]
 

@@ -11,7 +11,8 @@ from fedfp8.paper.compare import Row, compare, ordered
 from fedfp8.paper.paper import CELLS, TABLES, PaperTable, Reported, changes, deviations
 from fedfp8.paper.plots import name_of
 from fedfp8.paper.records import RunRecord, by_cell, find_runs
-from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, size_text, spread_text
+from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, spread_text
+from fedfp8.text import size_text
 
 __all__ = ["docs_tables", "paper_runs", "paper_table", "update_docs", "write_paper_table"]
 

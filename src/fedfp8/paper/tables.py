@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["NOT_LEARNED", "Table", "duration_text", "gain_text", "size_text", "spread_text"]
+__all__ = ["NOT_LEARNED", "Table", "duration_text", "gain_text", "spread_text"]
 
 NONE = "–"
 NOT_LEARNED = "not learned yet"  # in place of a gain: either side is at chance level
@@ -85,14 +85,6 @@ def gain_text(value: SpreadLike | None, learned: bool = True) -> str:
     if not learned:
         return NOT_LEARNED
     return NONE if value is None else f"{spread_text(value)}×"
-
-
-def size_text(size: float) -> str:
-    """Decimal units, three digits: ``1.28 GB``."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= 0.9995 * unit:
-            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
-    return f"{size:.0f} B"
 
 
 def duration_text(seconds: float) -> str:

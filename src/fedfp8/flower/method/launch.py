@@ -25,6 +25,7 @@ from fedfp8.flower.deployment import Deployment
 from fedfp8.flower.environment import keep_quiet
 from fedfp8.flower.localgrid import LocalGrid
 from fedfp8.flower.method.app import client_app, config_text, server_app
+from fedfp8.machine import cores
 
 __all__ = ["ENGINES", "run", "write_app"]
 
@@ -75,8 +76,7 @@ def _simulate(config: Config, server: Any, nodes: int) -> None:
     from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # else: a deprecation notice, and a line for every message
-    cores = os.cpu_count() or 1
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": cores}}
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": cores()}}
     run_simulation(server, client_app(config), num_supernodes=nodes, backend_config=resources)
 
 

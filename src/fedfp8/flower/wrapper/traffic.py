@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedfp8.text import size_text
+
 __all__ = ["Phase", "Traffic"]
 
 
@@ -52,10 +54,3 @@ class Traffic(list[Phase]):
         plain = sum(one.plain_down + one.plain_up for one in self)
         times = f" ({plain / sent:.1f} times less)" if sent else ""
         return f"{size_text(sent)} instead of {size_text(plain)}{times}"
-
-
-def size_text(size: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.{2 if size < 10 * unit else 1 if size < 100 * unit else 0}f} {name}"
-    return f"{size:.0f} B"
