@@ -17,129 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from fedfp8.errors import Fedfp8Error, QuantizationError, RunError, WireFormatError
+from fedfp8.errors import Fedfp8Error, QuantizationError, RunError
 from fedfp8.link.arrays import Arrays, Frame, state_of_arrays, tensors_of
-from fedfp8.link.history import Entry, History, quantize_down
-from fedfp8.link.wire import Orders, Wire, unlike, wire_named
+from fedfp8.link.history import Entry, History
+from fedfp8.link.round import Client, Round
+from fedfp8.link.wire import Wire, wire_named
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State, dequantize_state
+from fedfp8.model.state import State
 from fedfp8.rng import generator
-from fedfp8.wire import decode, encode, header
-from fedfp8.wire.container import checked_body
 
-__all__ = ["Round", "ServerLink"]
+__all__ = ["ServerLink"]
 
-Client = str | int
 LOSSES = 2  # a client that lost its reference this often is sent models without one
-
-
-class Round:
-    """One model on its way to a cohort: lazily coded, so that no more than one client's message is in memory."""
-
-    def __init__(
-        self,
-        link: "ServerLink",
-        entry: Entry,
-        round: int,
-        wires: dict[Client, Wire],
-        places: dict[Client, int],
-        cohort: int,
-    ):
-        self.link, self.entry, self.round, self.wires, self.places = link, entry, round, wires, places
-        self.cohort = cohort  # clients that are to answer: as many as there are wires, or more that join
-        self.confirmed: set[Client] = set()
-        self.traffic: dict[str, dict[Client, int]] = {"down": {}, "up": {}, "resent": {}}
-        self._message: tuple[tuple[Wire, int], QuantState] | None = None
-        self._payloads: dict[tuple[Any, ...], bytes] = {}
-
-    @property
-    def model(self) -> State:
-        return self.link.history.model(self.entry.number)
-
-    def payload(self, client: Client) -> bytes:
-        """The bytes for one client, coded given what it holds."""
-        held = self.link.usable(client)
-        payload = self._encoded(client, held, self.link.has_start(client))
-        self.traffic["down"][client] = self.traffic["down"].get(client, 0) + len(payload)
-        return payload
-
-    def whole(self, client: Client) -> bytes:
-        """The same model for a client that holds nothing."""
-        payload = self._encoded(client, None, False)
-        self.traffic["resent"][client] = self.traffic["resent"].get(client, 0) + len(payload)
-        return payload
-
-    def sent(self, client: Client) -> State:
-        """What a client decodes, or did."""
-        return self.link.history.sent(self.entry.number, self.wires[client], self.places[client])
-
-    def orders(self, client: Client) -> Orders:
-        link, wire = self.link, self.wires[client]
-        return Orders(
-            wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
-            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, link.cache, link.coded,
-        )  # fmt: skip
-
-    def receive(self, client: Client, payload: bytes) -> State:
-        """A client's update in the server's frame, checked: its layout, its random bits, finite values."""
-        if client not in self.wires:
-            raise WireFormatError(f"client {client!r} is not of this round; its reply came too late or unasked")
-        self.traffic["up"][client] = self.traffic["up"].get(client, 0) + len(payload)
-        wire = self.wires[client]
-        layout = wire.layout_up(self.model.layout)
-        if header(payload).has_layout:
-            layout = _part_of(checked_body(payload, None)[1], layout)
-        references = () if header(payload).reference_fingerprint is None else (self.sent(client),)
-        message = decode(payload, layout, references=references)
-        self._check(client, wire, message)
-        update = dequantize_state(message)
-        if message.change:
-            base = self.model if wire.preserve else self.sent(client)
-            update = _moved(update, lambda name, change: base[name] + change)
-        elif wire.preserve and not wire.sends_changes:
-            sent, model = self.sent(client), self.model
-            change = _moved(update, lambda name, value: value - sent[name])
-            if not unlike(update, change):
-                update = _moved(change, lambda name, moved: model[name] + moved)
-        _check_finite(update, self.model)
-        self.confirmed.add(client)
-        return update
-
-    def _place_up(self, client: Client) -> tuple[int, int]:
-        return (self.places[client], self.entry.strata) if self.wires[client].sends_changes else (0, 1)
-
-    def _check(self, client: Client, wire: Wire, message: QuantState) -> None:
-        seed = wire.seed_up(self.link.seed, self.round, client)
-        place, strata = self._place_up(client)
-        found = message.rounding, message.seed, message.place, message.strata
-        if found != (wire.up, seed, place, strata):
-            raise WireFormatError(
-                f"the update was rounded {message.rounding!r} with seed {message.seed}, place {message.place} of "
-                f"{message.strata}; this round and client call for {wire.up!r} with {seed}, {place} of {strata}: the "
-                "message belongs to another round, client or run"
-            )
-
-    def _encoded(self, client: Client, held: tuple[int, int] | None, start: bool) -> bytes:
-        wire, place = self.wires[client], self.places[client]
-        given = held if held is None or wire.has_places else (held[0], 0)
-        key = wire, place if wire.has_places else 0, given, start
-        if key in self._payloads:
-            return self._payloads[key]
-        if self._message is None or self._message[0] != key[:2]:
-            message = quantize_down(self.model, self.entry, wire, place, self.link.seed)
-            self._message = key[:2], message
-        message, references = self._message[1], []
-        if wire.lossless:
-            references += [] if held is None else [self.link.history.sent(held[0], wire, held[1])]
-            references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
-        known = held is not None or start or self.link.layout_known
-        payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
-        if held is None or not wire.has_places:  # others will ask for the same
-            self._payloads[key] = payload
-        return payload
 
 
 class ServerLink:
@@ -402,33 +293,3 @@ class ServerLink:
                 self.load_meta(meta)
             except (KeyError, ValueError, TypeError) as error:
                 raise RunError(f"not the state of a ServerLink: {error}; give what state_dict returned") from None
-
-
-def _part_of(layout: Layout, whole: Layout) -> Layout:
-    """A reply may leave tensors out; it may not bring others. Checked before anything of its sizes is allocated."""
-    known = set(whole)
-    for spec in layout:
-        if spec not in known:
-            raise WireFormatError(
-                f"the update has a tensor {spec.name!r} {spec.shape} that was not sent: another model"
-            )
-    return layout
-
-
-def _moved(update: State, move: Callable[[str, torch.Tensor], torch.Tensor]) -> State:
-    moved = {s.name: move(s.name, update[s.name]) for s in update.layout if s.kind in ("fp8", "float")}
-    return State(update.layout, {name: moved.get(name, tensor) for name, tensor in update.items()})
-
-
-def _check_finite(update: State, model: State) -> None:
-    for spec in update.layout:
-        values = update[spec.name]
-        if spec.kind == "integer":  # floats that travel as bits may hold what the model holds there, and no other NaN
-            dtype = getattr(torch, spec.name.rpartition(":")[2], None)
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                continue
-            good = values.view(dtype).isfinite() | (values == model[spec.name])
-        else:
-            good = values.isfinite()
-        if not bool(good.all()):
-            raise WireFormatError(f"tensor {spec.name!r} of the update holds NaN or Inf; the update is not usable")

@@ -26,7 +26,7 @@ from fedfp8.flower.wrapper.mod import LOST
 from fedfp8.flower.wrapper.traffic import Phase, Traffic
 from fedfp8.link import ServerLink
 from fedfp8.link.arrays import Frame, is_coded, tensors_of, torch_of
-from fedfp8.link.server import Client, Round
+from fedfp8.link.round import Client, Round
 from fedfp8.model.state import State
 
 __all__ = ["FP8Grid", "Sent"]
