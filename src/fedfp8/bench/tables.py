@@ -222,8 +222,11 @@ def _text(key: str, row: Row) -> str:
 
 def markdown(name: str, folder: Path = RESULTS) -> str:
     """A kept table, and what it was measured on; `million` follows from two of them."""
+    parts = ["scale", "known"] if name == "million" else [name]
+    if not all((folder / f"{part}.json").exists() for part in parts):
+        return f"Not measured yet: `fedfp8 bench --only {','.join(parts)}`.\n"
     if name == "million":
-        return million.markdown(*(read(part, folder)["rows"] for part in ("scale", "known")))
+        return million.markdown(*(read(part, folder)["rows"] for part in parts))
     content = read(name, folder)
     about = content["machine"]
     versions = ", ".join(f"{part} {about[part]}" for part in ("python", "torch", "numba"))
