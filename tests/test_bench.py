@@ -126,3 +126,11 @@ def test_unit_costs_are_those_of_a_models_largest_federation() -> None:
     assert found[2].weights == million.LARGE and found[2].visit_ms == pytest.approx(9.0 * million.LARGE / 1000)
     text = million.markdown(rows, known)
     assert "| LeNet | 100 | 3 |" in text and "LeNet, line by line" in text
+
+
+def test_prose_between_two_tables_stays(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    mark = "<!-- bench:{} -->\n<!-- bench:end -->\n"
+    page.write_text(mark.format("link") + "between\n" + mark.format("wire") + "after\n")
+    assert tables.update_docs([page], tmp_path) == ["link", "wire"]
+    assert page.read_text().count("Not measured yet") == 2 and "between\n<!-- bench:wire -->" in page.read_text()

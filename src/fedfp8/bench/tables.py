@@ -200,7 +200,7 @@ def commit() -> str:
 
 # Markdown
 
-MARK = re.compile(r"(<!-- bench:(\w+) -->\n).*?(?=<!-- bench:end -->)", re.S)
+MARK = re.compile(r"(<!-- bench:(?!end )(\w+) -->\n).*?(?=<!-- bench:end -->)", re.S)
 
 
 def shown(name: str, rows: list[Row]) -> list[dict[str, str]]:

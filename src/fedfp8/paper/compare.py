@@ -197,8 +197,12 @@ def gains_of(curves: Sequence[Curve], rows: Sequence[Row] = ()) -> dict[str, Gai
         return {}
     others = [curve for curve in curves if curve.method != "fp32" and curve.learned]
     found = {curve.label: gain_between(points(base), points(curve), base.metric) for curve in others}
-    known = {row.label: {"gain": row.gain.mean, "std": row.gain.std} for row in rows if row.gain}
-    return {label: replace(gain, **known.get(label, {})) for label, gain in found.items() if gain is not None}
+    spreads = {row.label: row.gain for row in rows if row.gain}
+    return {
+        label: replace(gain, gain=spreads[label].mean, std=spreads[label].std) if label in spreads else gain
+        for label, gain in found.items()
+        if gain is not None
+    }
 
 
 @dataclass(frozen=True)
