@@ -175,10 +175,11 @@ def measure_one(job: tuple[Config, str, Path | None]) -> Run | str:
         peer = WIRES[name](shapes, vector(federation.network(config).state_dict()))
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
-    begin = time.perf_counter()
+    begin, processor = time.perf_counter(), time.process_time()
     found = run(peer, config, federation, shapes)
     last, seconds = found[0][-1], time.perf_counter() - begin
-    said = f"{last['bytes_total']:,} bytes, {last['accuracy']:.1%}, {seconds / config.round.count:.1f} s a round"
+    each = [1 / config.round.count * spent for spent in (seconds, time.process_time() - processor)]
+    said = f"{last['bytes_total']:,} bytes, {last['accuracy']:.1%}, {each[0]:.1f} s a round ({each[1]:.1f} of a core)"
     print(f"seed {config.seed}, {name}: {said}", file=sys.stderr, flush=True)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

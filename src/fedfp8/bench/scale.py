@@ -90,8 +90,9 @@ def simulate(model: str, clients: int, cohort: int, wire: str = "dq", rounds: in
     torch.set_num_threads(1)
     if model != "digits":
         simulate("digits", 4, 4, wire, 1)  # loads the kernels
-    rounds, before = rounds or max(1, 30 // cohort), _status("VmRSS")
-    state = state_of(prepare(models.build(model, 10, seed=0)))
+    before, state = _status("VmRSS"), state_of(prepare(models.build(model, 10, seed=0)))
+    weights = sum(spec.size for spec in state.layout if spec.kind != "range")
+    rounds = rounds or max(1, min(3, round(30e6 / weights / cohort)))  # a few seconds of work
     link = ServerLink(wire, seed=1, start=state if wire == "dq" else None, history=HISTORY, layout_known=True)
     sums = dict.fromkeys(("code", "decode", "add", "rest", "messages", "holding", "bytes_down", "bytes_up"), 0.0)
     for number in range(HISTORY + rounds):
@@ -104,7 +105,6 @@ def simulate(model: str, clients: int, cohort: int, wire: str = "dq", rounds: in
                 link.confirm(client)
             continue
         _measure(link, state, chosen, sums, draw)
-    weights = sum(spec.size for spec in state.layout if spec.kind != "range")
     memory = max(_status("VmHWM") - before, 0)
     return sums | {"rounds": rounds, "weights": weights, "memory": memory, "history": link.history.size()}
 
