@@ -151,9 +151,21 @@ def beaten(rows: list[dict]) -> list[str]:
         better = [r for r in rows if "ours" not in r["wire"] and r[key] and sign * r[key] > sign * ours[key]]
         if better:
             better.sort(key=lambda r: -sign * r[key])
-            names = "; ".join(f"{r['wire']} {r[key]:.4g}" for r in better)
-            found.append(f"- {key}: DQ {ours[key]:.4g}, better are {names}")
+            names = "; ".join(f"{r['wire']} {number(key, r[key])}" for r in better)
+            found.append(f"- {words(key)}: DQ {number(key, ours[key])}, better are {names}")
     return found
+
+
+def words(key: str) -> str:
+    known = {"gain": "gain over FP32", "bytes_of_dq": "bytes to the same accuracy, in units of DQ's"}
+    text = key.replace("accuracy_", "accuracy at round ").replace("_mbps", ", MB/s").replace("_", " ")
+    return known.get(key, text)
+
+
+def number(key: str, value: float) -> str:
+    if key.startswith("accuracy"):
+        return f"{100 * value:.1f} %"
+    return f"{value:.2f}" if key in ("gain", "bytes_of_dq") else f"{value:,.0f}"
 
 
 # Running it, wire by wire
@@ -235,7 +247,7 @@ def main() -> None:
     content = with_machine(rows, load)
     content["machine"] |= versions()
     content |= {"preset": given.preset, "rounds": given.rounds, "seeds": seeds, "workers": given.workers}
-    content |= {"weights": weights, "better_than_dq": beaten(rows), "skipped": skipped}
+    content |= {"weights": weights, "skipped": skipped}
     print(section(content))
     if given.out:
         name = f"peers-{given.preset}" + (f"-{given.only}" if given.only else "")
@@ -250,7 +262,7 @@ MARKS = re.compile(r"(<!-- peers:begin -->\n).*?(?=<!-- peers:end -->)", re.S)
 def section(content: dict) -> str:
     """A kept table as the page has it: where peers are better, then all wires."""
     about = content["machine"]
-    better = "\n".join(content["better_than_dq"]) or "nowhere"
+    better = "\n".join(beaten(content["rows"])) or "nowhere"
     skipped = "".join(f"\nSkipped: {name} ({reason}).\n" for name, reason in content["skipped"].items())
     seeds = ", ".join(map(str, content["seeds"]))
     versions = ", ".join(
