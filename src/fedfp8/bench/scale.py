@@ -30,7 +30,7 @@ Row = dict[str, Any]
 BUDGET = 20.0  # ms of one core per client and million weights
 HISTORY = 16  # rounds that a server remembers
 # Changes in units of the weights' rms, of the server's model in a round and of a client's model in its training: with
-# them messages have the bits per weight of real runs (docs/results.md).
+# them messages have about the bits per weight of real runs (docs/results.md).
 MOVE, TRAINING = 0.1, 0.12
 CASES = (  # model, clients, of whom in a round
     ("lenet", 10, 10),

@@ -110,7 +110,7 @@ TABLES = {
     "wrapper": Table(
         "What the two lines add to a Flower app: processor time, memory, bytes",
         columns={
-            "case": "model", "weights": "weights", "tensors": "tensors",
+            "case": "model", "weights": "weights", "tensors": "tensors", "ratio": "processor time, FP8 / plain",
             "ms_per_client_and_million": "ms more per client and million weights",
             "more_bytes_of_memory_a_weight": "bytes of memory more a weight", "times_fewer_bytes": "times fewer bytes",
         },
