@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -154,8 +154,8 @@ def bench(
         typer.echo(json.dumps(found, indent=2))
 
 
-def show(rows: list[dict[str, str]]) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     table = Table(*rows[0])
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()))
     Console().print(table)
