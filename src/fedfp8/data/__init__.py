@@ -8,7 +8,7 @@
 Nothing here imports pyarrow, librosa, PIL, datasets, scikit-learn or matplotlib before it is needed.
 """
 
-from fedfp8.data.datasets import Dataset, load
+from fedfp8.data.datasets import Dataset, by_file, load
 from fedfp8.data.features import FEATURES, MFCC
 from fedfp8.data.manage import Check, Listing, check, fetch, list_datasets
 from fedfp8.data.partition import KINDS, partition
@@ -25,6 +25,7 @@ __all__ = [
     "Listing",
     "PartitionReport",
     "Transform",
+    "by_file",
     "check",
     "draw_partition",
     "fetch",

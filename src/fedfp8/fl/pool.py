@@ -8,7 +8,6 @@ job that kills two workers is given up and reported as that client's failure.
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
-import pickle
 import signal
 import sys
 from collections import deque
@@ -26,6 +25,7 @@ from fedfp8.fl.config import Config
 from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.examples import Items, Loader, Stream
 from fedfp8.fl.federation import Federation
+from fedfp8.fl.handover import read_handover, write_handover
 from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.history import History
@@ -102,11 +102,12 @@ class Executor:
         return evaluate_piece(self.network, self.client.federation, job.piece)
 
 
-def _worker(connection: Any, config: Config, federation: Federation, folder: Path, device: str) -> None:
+def _worker(connection: Any, given: Path, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
         try:
+            config, federation = read_handover(given)
             executor = Executor(config, federation.to(device), folder)
         except Exception as error:
             connection.send(Started(f"{type(error).__name__}: {error}"))
@@ -153,9 +154,10 @@ class Pool:
         self.federation, self.workers, self.devices = federation, workers, devices
         self.notes: list[str] = []  # what went wrong with workers, for the round's record
         self._inline = Executor(config, federation.to(devices[0]), folder) if workers == 0 else None
+        self._arguments = folder.with_suffix(".workers"), folder
         if workers:
             check_importable(federation)
-        self._arguments = (config, federation.share() if workers else federation, folder)
+            write_handover(self._arguments[0], config, federation)
         self._started: set[int] = set()  # workers that have said so
         self._processes: list[Any] = [self._start(worker) for worker in range(workers)]
 
@@ -186,6 +188,7 @@ class Pool:
                 process.kill()
                 process.join()
         self._processes = []
+        self._arguments[0].unlink(missing_ok=True)
 
     def __enter__(self) -> "Pool":
         return self
@@ -206,11 +209,6 @@ class Pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"worker processes cannot be given this run: {error}. Define loss, metric, transform, skip and the "
-                "clients' functions at the top level of a module (no lambda), or train in this process with workers=0"
-            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
