@@ -87,7 +87,7 @@ def overhead_rows(
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
         server = Server(0, state_of(federation.network(config)))
         link = server_link(config, federation, server.state, folder.models)
-        with Pool(config, federation, folder.models, workers) as pool:
+        with Pool(workers).begin(config, federation, folder.models) as pool:
             for index in range(WARM_UP + rounds):
                 counted, before, begin = Counted(pool), processor_seconds(pool), time.perf_counter()
                 server, record = run_round(server, config, federation, counted, link)
@@ -143,7 +143,7 @@ def peak_of_server(cohort: int, clients: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
         server = Server(0, state_of(federation.network(config)))
         link = server_link(config, federation, server.state, folder.models)
-        with Pool(config, federation, folder.models, 1) as pool:
+        with Pool(1).begin(config, federation, folder.models) as pool:
             for _ in range(rounds):
                 server, _ = run_round(server, config, federation, pool, link)
                 folder.save(server, link, {})

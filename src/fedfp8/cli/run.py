@@ -333,6 +333,7 @@ def compare_all(
     device: str | None = None,
 ) -> None:
     """Run all configs (each with the name of its variant), every one in its own folder, then write the report."""
+    from fedfp8.fl import Pool
     from fedfp8.paper.jobs import find_job
     from fedfp8.paper.report import write_report
     from fedfp8.paper.reproduce import Clock, run_job
@@ -340,10 +341,10 @@ def compare_all(
 
     jobs = [find_job(config, folder, variant, overwrite=overwrite) for config, variant in plan]
     count, hint = cores() if workers is None else workers, f"The same command again continues where it was ({folder})."
-    with resumable(hint), Display(Clock(dict.fromkeys(jobs, 1.0)), as_json=as_json) as display:
+    clock = Clock(dict.fromkeys(jobs, 1.0))
+    with resumable(hint), Display(clock, as_json=as_json) as display, Pool(count, device) as pool:
         for job in jobs:
-            on_round = display.on_round(job)
-            if not run_job(job, workers=count, device=device, on_round=on_round, overwrite=overwrite):
+            if not run_job(job, pool, on_round=display.on_round(job), overwrite=overwrite):
                 typer.echo(f"Stopped. {hint}", err=True)
                 raise typer.Exit(INTERRUPTED)
     for job in jobs:

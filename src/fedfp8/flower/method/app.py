@@ -20,6 +20,7 @@ from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Client, Reply, Task
 from fedfp8.fl.config import Config, from_dict, to_dict
 from fedfp8.fl.federation import build
+from fedfp8.fl.pool import Pool
 from fedfp8.fl.run import History, OnRound, execute
 from fedfp8.fl.wires import wire_for
 from fedfp8.flower.blob import record_of
@@ -135,7 +136,7 @@ def server_app(
         where, seconds = nodes or int(run_config["nodes"]), float(run_config.get("timeout", timeout))
         with open_or_create(out or Path(str(run_config["out"])), chosen) as folder:
             trainers = functools.partial(GridWorkers, grid, nodes=where, timeout=seconds)
-            history = execute(folder, build(chosen), 0, on_round, trainers=trainers)
+            history = execute(folder, build(chosen), Pool(0), on_round, trainers=trainers)
         if results is not None:
             results.append(history)
 
