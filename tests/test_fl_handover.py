@@ -13,7 +13,7 @@ from fedfp8.data import datasets
 from fedfp8.data.cache import open_cached
 from fedfp8.errors import RunError
 from fedfp8.fl.federation import build, from_tensors
-from fedfp8.fl.handover import handover
+from fedfp8.fl.handover import hand_over
 from fl_tools import comparable, own_data, own_tiny, tiny
 
 MAPS = Path("/proc/self/maps")
@@ -56,7 +56,7 @@ def test_workers_map_a_read_only_cache(cached_digits: Path, tmp_path: Path) -> N
     assert not any(map(in_shared_memory, seen))
     assert {Path(f).stem for f in seen[-1] if f.startswith(str(cached_digits))} == {*before}
     assert contents(cached_digits) == before
-    with handover(config, build(config), tmp_path / "models") as given:
+    with hand_over(config, build(config), tmp_path / "models") as given:
         assert before["train_x"][-6400:] not in given.read_bytes()  # a hundred images, which are in the cache
 
 
@@ -91,6 +91,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     federation = from_tensors(own_tiny(), nn.Linear(5, 3), own_data(), own_data(1)[0])
     with (
         pytest.raises(RunError, match=r"file/models\.workers, which gives worker processes their data.*--out"),
-        handover(own_tiny(), federation, tmp_path / "file" / "models"),
+        hand_over(own_tiny(), federation, tmp_path / "file" / "models"),
     ):
         pass

@@ -20,9 +20,9 @@ import pytest
 pytest.importorskip("flwr")
 from fedfp8.fl import preset, run
 from fedfp8.flower.certs import make_certs
-from fedfp8.flower.deployment import MARK, Deployment, _listens, _marked, free_port
 from fedfp8.flower.environment import QUIET
 from fedfp8.flower.method.launch import write_app
+from fedfp8.flower.testing.deployment import MARK, Deployment, _listens, _marked, free_port
 
 pytestmark = pytest.mark.deploy
 SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients", "rejected", "accuracy")

@@ -15,11 +15,11 @@ from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import Federation
 
-__all__ = ["handover", "take_over"]
+__all__ = ["hand_over", "take_over"]
 
 
 @contextlib.contextmanager
-def handover(config: Config, federation: Federation, folder: Path) -> Iterator[Path]:
+def hand_over(config: Config, federation: Federation, folder: Path) -> Iterator[Path]:
     """The file, beside `folder`, as long as workers are taking over; then its name goes, and what they mapped stays."""
     path = folder.with_suffix(".workers")
     try:

@@ -28,7 +28,7 @@ from fedfp8.fl.devices import devices_of
 from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.examples import Items, Loader, Stream
 from fedfp8.fl.federation import Federation
-from fedfp8.fl.handover import handover, take_over
+from fedfp8.fl.handover import hand_over, take_over
 from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.history import History
@@ -230,7 +230,7 @@ class Pool:
 
     def _begin(self, workers: Iterable[int]) -> None:
         """Tell workers which run it is."""
-        with handover(*self._run) as given:
+        with hand_over(*self._run) as given:
             for worker in workers:
                 self._tell(worker, given)
 
