@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "fedfp8"
-# From left to right; a package (or single module) may import those of earlier lines, never one of its own or a later line.
+# From left to right; a package (or module) may import those of earlier lines, never one of its own or a later line.
 ORDER = [
     {"errors", "machine", "modules", "rng", "text"},
     {"fp8"},
