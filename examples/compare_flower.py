@@ -2,7 +2,7 @@
 
     python examples/compare_flower.py [--rounds 15] [--runs 10]
 
-Needs ``pip install "fedfp8[flower,digits]"``; two minutes. The dice of the wrapped app are new in every run,
+Needs ``pip install "fedfp8[flower,digits]"``; two minutes. The random bits of the wrapped app are new in every run,
 so its accuracy differs a little from time to time. Bytes are those of all Arrays of all messages.
 """
 

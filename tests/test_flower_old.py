@@ -24,8 +24,8 @@ SHAPES = ((64, 48), (48,), (10, 48), (10,))
 
 
 def weights():
-    dice = np.random.default_rng(0)
-    return [0.1 * dice.normal(size=shape).astype(np.float32) for shape in SHAPES]
+    rng = np.random.default_rng(0)
+    return [0.1 * rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
 
 
 def client_app(mods=(fp8_mod,), move=0.01, spoil=lambda node, arrays: arrays):
@@ -35,8 +35,8 @@ def client_app(mods=(fp8_mod,), move=0.01, spoil=lambda node, arrays: arrays):
 
         def fit(self, parameters, config):
             assert [p.shape for p in parameters] == list(SHAPES) and "fedfp8" not in str(config)
-            dice = np.random.default_rng(self.node)
-            moved = [(p + move * dice.normal(size=p.shape)).astype(p.dtype) for p in parameters]
+            rng = np.random.default_rng(self.node)
+            moved = [(p + move * rng.normal(size=p.shape)).astype(p.dtype) for p in parameters]
             return spoil(self.node, moved), 10, {"loss": 1.0}
 
         def evaluate(self, parameters, config):

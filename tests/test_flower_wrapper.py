@@ -51,10 +51,10 @@ def make_app(mods=(fp8_mod,), move=0.01, answer=None):
 
     @app.train()
     def train(message, context):
-        dice = torch.Generator().manual_seed(context.node_id)
+        rng = torch.Generator().manual_seed(context.node_id)
         new = {}
         for name, value in message.content["arrays"].to_torch_state_dict().items():
-            noise = move * torch.randn(value.shape, generator=dice)
+            noise = move * torch.randn(value.shape, generator=rng)
             if name.endswith("tracked"):
                 new[name] = value + 1
             else:
@@ -617,8 +617,8 @@ def test_deltas_and_gradients_are_coded_on_their_own_scale(wire):
     size = 0.001
 
     def deltas(reply, context):
-        dice = np.random.default_rng(context.node_id)
-        new = {k: size * dice.normal(size=a.shape).astype(a.dtype) for k, a in reply["arrays"].items()}
+        rng = np.random.default_rng(context.node_id)
+        new = {k: size * rng.normal(size=a.shape).astype(a.dtype) for k, a in reply["arrays"].items()}
         reply["arrays"] = ArrayRecord({k: Array(np.asarray(v)) for k, v in new.items()})
         return reply
 

@@ -153,8 +153,8 @@ def test_empty_and_zero_dimensional(rounding: str) -> None:
     assert gx.shape == () and float(gx) == 2.0
 
 
-def test_stochastic_gradient_uses_the_dice_of_the_forward_pass() -> None:
-    """Far into the tensor too. Few elements have a gradient, so the bound is a few ulps and other dice would show."""
+def test_stochastic_gradient_uses_the_random_bits_of_the_forward_pass() -> None:
+    """Far into the tensor too. Few elements have a gradient, so the bound is a few ulps and others would show."""
     x, g = sample(300_000, 1.0)
     some = torch.arange(0, 300_000, 9973)
     g = torch.zeros(300_000).index_copy_(0, some, g[some])

@@ -55,7 +55,7 @@ def test_expectation_in_closed_form(format: Format) -> None:
         assert abs(float(got) - exact) <= relative_bound(50_000) * exact + own.sum()
 
 
-def test_expectation_is_the_mean_over_the_dice() -> None:
+def test_expectation_is_the_mean_over_the_random_bits() -> None:
     w, target = pair(20_000)
     draws = torch.stack([squared_error(w, target, ALPHAS, rounding="stochastic", seed=s) for s in range(64)])
     expected = squared_error(w, target, ALPHAS, rounding="expected")

@@ -115,7 +115,7 @@ def test_rans_is_as_short_as_constriction(n: int) -> None:
 
 
 def test_contexts_by_hand() -> None:
-    """Places and classes of the uniform grid, recomputed in float64 from the dice."""
+    """Places and classes of the uniform grid, recomputed in float64 from the random bits."""
     old = bell(20000)
     state = BENCH.one(old, 1.0)
     q = quantize_state(state, seed=3, rounding="dithered", step={"w": 0.37})

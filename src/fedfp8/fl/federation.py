@@ -74,10 +74,10 @@ class Federation:
         """How many pieces the test set is evaluated in."""
         return self.test.pieces(self.piece)
 
-    def batches(self, client: int, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
+    def batches(self, client: int, local: LocalConfig, rng: torch.Generator) -> Iterator[Batch]:
         """What a client trains on in a round."""
-        for batch in self.clients[client].batches(local, dice):
-            yield self.transform(self._here(batch), dice, local.augment)
+        for batch in self.clients[client].batches(local, rng):
+            yield self.transform(self._here(batch), rng, local.augment)
 
     def test_batches(self, piece: int) -> Iterator[Batch]:
         for batch in self.test.piece(piece, self.piece):

@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.fl.client import Client, Reply, Task
+from fedfp8.fl.client import Assignment, Client, Reply
 from fedfp8.fl.config import Config
 from fedfp8.fl.devices import devices_of
 from fedfp8.fl.evaluate import evaluate_piece
@@ -62,7 +62,7 @@ class Failure:
     reason: str
 
 
-Job = Task | Evaluation
+Job = Assignment | Evaluation
 
 
 class Executor:
@@ -76,19 +76,19 @@ class Executor:
 
     def __call__(self, job: Job) -> Any:
         try:
-            return self.client.train(job) if isinstance(job, Task) else self.evaluate(job)
+            return self.client.train(job) if isinstance(job, Assignment) else self.evaluate(job)
         except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
             reason = f"{type(error).__name__}: {error}"
-            return Reply(job.client, error=reason) if isinstance(job, Task) else Failure(reason)
+            return Reply(job.client, error=reason) if isinstance(job, Assignment) else Failure(reason)
 
-    def held(self, task: Task) -> State | None:
+    def held(self, assignment: Assignment) -> State | None:
         """A client's disk: what it received last, made again from the server's model of that round."""
-        if task.held is None:
+        if assignment.held is None:
             return None
-        entry, place = task.held
+        entry, place = assignment.held
         self.history.entries[entry.number] = entry
         return self.history.sent(
-            entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place
+            entry.number, wire_for(self.config, self.client.federation.formats[assignment.client]), place
         )
 
     def evaluate(self, job: Evaluation) -> tuple[float, float, float, int]:
@@ -178,9 +178,9 @@ class Pool:
         self._begin(range(self.workers))
         return self
 
-    def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+    def train(self, assignments: Iterable[Assignment]) -> Iterator[Reply]:
         """Replies in the order of the tasks."""
-        return self._map(tasks)
+        return self._map(assignments)
 
     def evaluate(self, path: Path, model: bytes) -> tuple[float, float]:
         """(metric, mean loss) on the test set of the model in `path`, whose fingerprint is `model`."""
@@ -315,7 +315,7 @@ class Pool:
         process, connection = self._processes[worker]
         process.join()
         connection.close()
-        what = f"client {job.client}" if isinstance(job, Task) else "evaluation"
+        what = f"client {job.client}" if isinstance(job, Assignment) else "evaluation"
         again = attempt < ATTEMPTS
         self.notes.append(
             f"worker {worker} died (exit code {process.exitcode}) during {what}; restarted"

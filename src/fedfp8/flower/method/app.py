@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedfp8.errors import Fedfp8Error, LostReference, RunError
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.client import Client, Reply, Task
+from fedfp8.fl.client import Assignment, Client, Reply
 from fedfp8.fl.config import Config, from_dict, to_dict
 from fedfp8.fl.federation import build
 from fedfp8.fl.pool import Pool
@@ -25,7 +25,7 @@ from fedfp8.fl.run import History, OnRound, execute
 from fedfp8.fl.wires import wire_for
 from fedfp8.flower.blob import record_of
 from fedfp8.flower.cache import ClientCache
-from fedfp8.flower.method.messages import read_task
+from fedfp8.flower.method.messages import read_assignment
 from fedfp8.flower.method.workers import GridWorkers
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import State
@@ -70,12 +70,12 @@ def client_app(config: Config | None = None) -> ClientApp:
 
 
 def answer(message: Message, context: Context, config: Config) -> Message:
-    """A task in, a reply out. What goes wrong on the way is told to the server in words, not as an exception."""
-    task = read_task(message)
-    head: dict[str, Any] = {"client": task.client, "round": task.round}
+    """An assignment in, a reply out. What goes wrong on the way is told to the server in words, not as an exception."""
+    assignment = read_assignment(message)
+    head: dict[str, Any] = {"client": assignment.client, "round": assignment.round}
     content = RecordDict()
     try:
-        reply = _train(task, ClientCache(context), config)
+        reply = _train(assignment, ClientCache(context), config)
         content["model"] = record_of(reply.payload)
         head |= {"examples": reply.examples, "loss": reply.loss, "seconds": reply.seconds}
     except LostReference:
@@ -86,14 +86,14 @@ def answer(message: Message, context: Context, config: Config) -> Message:
     return Message(content, reply_to=message)
 
 
-def _train(task: Task, cache: ClientCache, config: Config) -> Reply:
-    client, name = _client(config), f"client-{task.client}"
-    format = client.federation.formats[task.client]
+def _train(assignment: Assignment, cache: ClientCache, config: Config) -> Reply:
+    client, name = _client(config), f"client-{assignment.client}"
+    format = client.federation.formats[assignment.client]
     layout = wire_for(config, format).layout_down(layout_of(client.network(format)))
     client.held = lambda _: _cached(cache, name, layout)
-    reply = client.train(task)
+    reply = client.train(assignment)
     if config.wire.client_cache:
-        cache.put(name, encode(client.message), task.round, config.wire.history)
+        cache.put(name, encode(client.message), assignment.round, config.wire.history)
     return reply
 
 
@@ -106,7 +106,7 @@ def _cached(cache: ClientCache, name: str, layout: Layout) -> State | None:
 
 @functools.lru_cache(maxsize=1)
 def _client(config: Config) -> Client:
-    """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp is a process a task)."""
+    """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp: one assignment)."""
     return Client(config, build(config), lambda _: None)
 
 
