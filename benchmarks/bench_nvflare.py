@@ -24,6 +24,8 @@ from nvflare.apis.filter import Filter
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
+from fedfp8.text import markdown_table
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "nvflare-quickstart"
 
 

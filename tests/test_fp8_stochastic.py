@@ -7,8 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
+import fp8_reference as reference
 from fedfp8 import E4M3, E5M2, Format, from_codes, quantize, to_codes
-from fedfp8.fp8 import eager, hash_uniform, reference
+from fedfp8.fp8 import eager, hash_uniform
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import random_keys
 from tools import FORMATS

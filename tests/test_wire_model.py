@@ -34,7 +34,7 @@ BENCH = bench_wire()
 def test_priors_are_distributions(format: Format | None) -> None:
     """Rows sum to 2**16, up to one for each token (a floor of 1, rounding) and what lies beyond the last step, which
     for sigma below 8 cells is 256 / 8 = 32 sigma away: nothing. Intervals do not overlap."""
-    grid = model.grid_of(format)
+    grid = model.intervals_of(format)
     order = [*range(model.TOKENS - 2, 0, -2), 0, *range(1, model.TOKENS - 1, 2)]  # from the lowest step to the highest
     lo, hi = grid.lo[:, order], grid.hi[:, order]
     assert (hi >= lo).all() and np.array_equal(lo[:, 1:], hi[:, :-1])

@@ -11,7 +11,7 @@ Nothing here imports pyarrow, librosa, PIL, datasets, scikit-learn or matplotlib
 from fedfp8.data.datasets import Dataset, by_file, load
 from fedfp8.data.features import FEATURES, MFCC
 from fedfp8.data.manage import Check, Listing, check, fetch, list_datasets
-from fedfp8.data.partition import KINDS, partition
+from fedfp8.data.partitions import KINDS, partition
 from fedfp8.data.report import ClientRow, PartitionReport, draw_partition, partition_report
 from fedfp8.data.transform import Transform, transform_for
 

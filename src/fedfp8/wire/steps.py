@@ -23,7 +23,7 @@ from fedfp8.fp8.parallel import dither_keys, random_keys
 from fedfp8.wire import kernels
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.mix import Mix
-from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, grid_of, narrow_of, prior_of
+from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, intervals_of, narrow_of, prior_of
 from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True)
-class Model:
+class StepModel:
     """What the sender says about the steps of a tensor."""
 
     shape: int
@@ -113,7 +113,7 @@ def encode(plan: "Plan", codes: np.ndarray, fitted: "Fit") -> bytes:
     """The data; none if every code is as predicted from a single reference."""
     predictor, model = fitted.predictor, fitted.model
     mix = predictor.reference.to_bytes() if isinstance(predictor.reference, Mix) else b""
-    narrow = narrow_of(grid_of(plan.format), model.scale)
+    narrow = narrow_of(intervals_of(plan.format), model.scale)
     encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(plan.size), False
     for piece in pieces(plan.size):
         tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)
@@ -172,7 +172,7 @@ class Fit:
     """
 
     predictor: Predictor
-    model: Model
+    model: StepModel
     cost: int
 
 
@@ -212,7 +212,7 @@ def sample(plan: "Plan") -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[int, Model]:
+def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[int, StepModel]:
     """(cost, model): coarse over scales, then finer for each shape."""
     index = np.flatnonzero(counts)
     counts = counts[index]
@@ -230,7 +230,7 @@ def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[in
         found.append((best[0], shape, best[1]))
         start = min(found)[2]
     total, shape, scale = min(found)
-    return int(total), Model(shape, scale, shift)
+    return int(total), StepModel(shape, scale, shift)
 
 
 def _distance(predictor: Predictor, codes: np.ndarray) -> int:
@@ -250,7 +250,7 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
     bits.view(np.uint8)[: len(extra)] = extra
     bits = bits.astype(np.uint64, copy=False)
-    tables = Model(shape, scale, shift).tables(plan)
+    tables = StepModel(shape, scale, shift).tables(plan)
     decoder = Decoder(tables, plan.size, reader.take(reader.left, "symbols"))
     predictor = Predictor(plan, reference, random)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
