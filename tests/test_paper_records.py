@@ -125,7 +125,11 @@ def test_write_comparison_writes_what_scripts_read(tmp_path: Path) -> None:
     assert content["uq"]["accuracy"] == 0.6 and content["uq"]["bytes"] == 200
     assert content["uq"]["gain"] == 4 and content["uq"]["rounds"] == 2 and content["fp32"]["gain"] == 1
     assert content["uq"]["runs"] == ["lenet-cifar10-iid/uq-seed0"]
-    assert "4.0×" in comparison.text and "| FP8FedAvg-UQ | 60.0 |" in (tmp_path / "compare.md").read_text()
+    assert "4.0×" in comparison.text() and "| FP8FedAvg-UQ | 60.0 |" in (tmp_path / "compare.md").read_text()
+    for width, gone in ((200, []), (80, ["seeds"]), (60, ["seeds", "raw", "rounds"])):
+        header, *lines = comparison.text(width).splitlines()
+        assert all(len(line) <= width for line in [header, *lines]) and "accuracy (%)" in header and "4.0×" in lines[-1]
+        assert [name for name in ("seeds", "raw", "rounds", "up", "down") if name not in header] == gone
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "compare.pdf").read_bytes().startswith(b"%PDF")
 
@@ -228,7 +232,7 @@ def test_no_gain_where_either_side_is_at_chance(tmp_path: Path) -> None:
     fp32, uq = compare(find_runs(tmp_path / "a"))
     assert not fp32.learned and uq.learned and not uq.comparable and uq.gain is None and uq.gain_raw is None
     comparison = write_comparison(tmp_path / "a", find_runs(tmp_path / "a"))
-    assert "×" not in comparison.text and comparison.text.count(NOT_LEARNED) == 4
+    assert "×" not in comparison.text() and comparison.text().count(NOT_LEARNED) == 4
     assert gains_of(curves_of(find_runs(tmp_path / "a"))) == {}
     write_run(tmp_path / "b", "fp32", 0, [0.12, 0.151], 400)
     write_run(tmp_path / "b", "uq", 0, [0.3], 50)

@@ -20,12 +20,12 @@ __all__ = ["register"]
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 Config = Any  # fedfp8.fl.Config; imported late so that `fedfp8 --help` does not wait for torch
 
-PRESET_HELP = "What to train on what: digits, or a cell of the paper's Table 1 such as lenet-cifar10-iid."
+PRESET_HELP = "What to train on what: digits (default), or a cell of the paper's Table 1 such as lenet-cifar10-iid."
 METHODS_HELP = (
     "Comma-separated; fp32 is what gains are measured against. A method may have settings of its own, as in "
     "dq:dq.kappa_up=16, and is then a variant with its own row."
 )
-METHOD_HELP = "fp32, bq (nearest), uq (stochastic), uq+ (with ServerOptimize), dq (dithered, ours)."
+METHOD_HELP = "fp32, bq (nearest), uq (stochastic, default), uq+ (with ServerOptimize), dq (dithered, ours)."
 SET_HELP = (
     "Any setting as section.field=value, e.g. --set dq.kappa_up=4; may be repeated. All of them: fedfp8 settings."
 )
@@ -351,6 +351,7 @@ def compare_all(
         measure_sizes(job.folder)  # of raw FP8 messages, for the gain without the lossless stage
     report = write_report(folder, [job.folder for job in jobs])
     if not as_json:
-        typer.echo(f"\n{report.comparisons[0].text}\n\n{report.headline}")
+        width = display.console.width if display.live else 0
+        typer.echo(f"\n{report.comparisons[0].text(width)}\n\n{report.headline}")
         typer.echo(f"report: {report.path}   plot: {folder / 'compare.png'}")
         typer.echo(f"table: {folder / 'compare.md'}   records: {folder / 'compare.json'}")
