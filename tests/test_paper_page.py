@@ -62,7 +62,7 @@ def browser(tmp_path_factory) -> Iterator[Any]:
 def opened(browser: Any, page: Path) -> Iterator[Any]:
     """The page, freshly loaded; afterwards: not a word on the console, not a request but for the file."""
     size(browser, 1200, 900)
-    browser.get(page.as_uri())
+    load(browser, page.as_uri())
     yield browser
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -73,13 +73,18 @@ def opened(browser: Any, page: Path) -> Iterator[Any]:
     assert asked and all(url == page.as_uri() or url.startswith("data:") for url in asked), asked
 
 
-def reload(browser: Any) -> None:
-    """`refresh` now and then ends in "not attached to an active page" on a busy machine: load the address anew."""
+def load(browser: Any, address: str = "") -> None:
+    """On a busy machine `get` may time out, or return before the page's script has run."""
     from selenium.common.exceptions import TimeoutException
+    from selenium.webdriver.support.wait import WebDriverWait
 
+    address = address or browser.current_url
     for _ in range(3):
         with contextlib.suppress(TimeoutException):
-            return browser.get(browser.current_url)
+            browser.get("about:blank")  # so that nothing of the page as it was can be taken for the new one
+            browser.get(address)
+            WebDriverWait(browser, 60).until(lambda b: b.find_elements("css selector", "#s0 .controls select"))
+            return
     raise AssertionError("the page does not load")
 
 
@@ -141,7 +146,7 @@ def test_the_axis_is_bytes_or_rounds_linear_or_logarithmic(opened: Any) -> None:
 @pytest.mark.parametrize("width", [1200, 400])
 def test_hovering_shows_the_values_of_the_nearest_point(opened: Any, width: int) -> None:
     size(opened, width, 900)
-    reload(opened)
+    load(opened)
     script = """
       const series = `#s0 .plot.main .series[data-name='${arguments[0]}'] circle`;
       const circle = document.querySelectorAll(series)[arguments[1]];
@@ -175,7 +180,7 @@ def test_hovering_shows_the_values_of_the_nearest_point(opened: Any, width: int)
 
 def test_nothing_sticks_out_at_400_pixels(opened: Any) -> None:
     size(opened, 400, 900, mobile=True)
-    reload(opened)
+    load(opened)
     opened.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
     assert opened.execute_script("return document.documentElement.scrollWidth") == 400
     assert (
