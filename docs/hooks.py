@@ -103,7 +103,7 @@ def fenced(text: str, suffix: str) -> str:
 def api() -> str:
     import fedfp8
 
-    more = {"fedfp8.nn": "report set_rounding", "fedfp8.fl": "with_method with_settings to_toml"}
+    more = {"fedfp8.nn": "report set_rounding", "fedfp8.fl": "with_method with_settings to_toml Pool"}
     more |= {"fedfp8.flower": "fp8_mod fp8_mod_with FP8 FP8FedAvg", "fedfp8.data": "load partition transform_for"}
     more |= {"fedfp8.nvflare": "add_to"}
     parts = [

@@ -4,7 +4,7 @@ import csv
 import html
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fedfp8.text import markdown_table
@@ -51,6 +51,17 @@ class Table:
             return "  ".join(cells).rstrip()
 
         return "\n".join([line(self.header), "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, self.rows)])
+
+    def narrowed(self, width: int, spare: Sequence[str]) -> "Table":
+        """Without as many of the columns `spare`, the first ones first, as it takes for its text to fit `width`."""
+        table = self
+        for name in spare:
+            if max(map(len, table.text().splitlines())) <= width:
+                break
+            at = list(table.header).index(name)
+            header, *rows = ([*row[:at], *row[at + 1 :]] for row in (table.header, *table.rows))
+            table = replace(table, header=header, rows=rows)
+        return table
 
     def csv(self) -> str:
         out = io.StringIO()
