@@ -892,8 +892,8 @@ def test_example_is_the_plain_app_and_two_lines():
     assert [line for line in changed if "import" not in line] == [
         "- app = ClientApp()",
         "+ app = ClientApp(mods=[fp8_mod])",
-        "-     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=10)",
-        "+     strategy = FP8(FedAvg(fraction_evaluate=0.0, min_available_nodes=10))",
+        '-     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=int(context.run_config["nodes"]))',
+        '+     strategy = FP8(FedAvg(fraction_evaluate=0.0, min_available_nodes=int(context.run_config["nodes"])))',
     ]
     assert sum("import" in line for line in changed) == 2
 
@@ -904,7 +904,7 @@ def test_example_learns(folder, tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("digits_app")]:
         monkeypatch.delitem(sys.modules, name)
     server, client = (importlib.import_module(f"digits_app.{side}") for side in ("server", "client"))
-    config = {"num-rounds": 3, "local-epochs": 1, "lr": 0.05, "out": str(tmp_path / "out.json")}
+    config = {"nodes": 10, "num-rounds": 3, "local-epochs": 1, "lr": 0.05, "out": str(tmp_path / "out.json")}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         grid = LocalGrid(client.app, 10, config)

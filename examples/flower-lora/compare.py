@@ -24,11 +24,15 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 
+def settings_with(**changes: Any) -> dict[str, Any]:
+    return tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"] | changes
+
+
 def run(**changes: Any) -> tuple[dict[str, int], list[float]]:
     """(bytes down and up, test loss before training and after every round) of the app with these settings."""
     from lora_app import client, server
 
-    settings = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"] | changes
+    settings = settings_with(**changes)
     with tempfile.TemporaryDirectory() as folder:
         settings["out"] = f"{folder}/losses.json"
         grid = LocalGrid(client.app, settings["clients"], settings)
@@ -43,11 +47,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 10])
     parser.add_argument("--adapters", nargs="+", default=["lora", "dora"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="other settings of pyproject.toml")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="other settings of pyproject.toml")
     given = parser.parse_args()
     from lora_app.task import floor, network
 
-    others = {name: float(value) if "." in value else int(value) for name, value in (s.split("=") for s in given.set)}
+    others = tomllib.loads("\n".join(given.set))
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     print(f"{given.rounds} rounds; the best possible loss is {floor:.3f}")
@@ -58,9 +62,10 @@ def main() -> None:
         for wire in ("plain", "dq"):
             chosen = {"adapter": adapter, "dtype": dtype, "clients": clients, "wire": wire} | others
             size, losses = run(**chosen, **{"num-rounds": given.rounds})
-            settings = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"] | chosen
+            settings = settings_with(**chosen)
             weights = sum(tensor.numel() for tensor in network(settings)[1].values())
-            down, up = (8 * size[way] / (given.rounds * clients * weights) for way in ("down", "up"))
+            messages = given.rounds * max(2, int(clients * settings["fraction"]))
+            down, up = (8 * size[way] / (messages * weights) for way in ("down", "up"))
             total = sum(size.values())
             plain = plain or total
             print(

@@ -23,9 +23,10 @@ def main(grid: Grid, context: Context) -> None:
         load(model, arrays.to_torch_state_dict())
         return MetricRecord({"loss": test_loss(model)})
 
-    strategy: Strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=int(settings["clients"]))
+    fraction, nodes = float(settings["fraction"]), int(settings["clients"])
+    strategy: Strategy = FedAvg(fraction_train=fraction, fraction_evaluate=0.0, min_available_nodes=nodes)
     if settings["wire"] != "plain":
-        strategy = FP8(strategy, str(settings["wire"]), start=to_record(start))
+        strategy = FP8(strategy, str(settings["wire"]), start=to_record(start) if settings["shared-start"] else None)
     result = strategy.start(grid, to_record(start), num_rounds=int(settings["num-rounds"]), evaluate_fn=evaluate)
     if settings["out"]:
         losses = {r: m["loss"] for r, m in result.evaluate_metrics_serverapp.items()}
