@@ -191,46 +191,46 @@ def test_two_lines_late_node_killed_node_and_a_server_that_resumes(tmp_path):
 
     def submit(rounds):
         (app / "pyproject.toml").write_text(project.replace("num-rounds = 15", f"num-rounds = {rounds}"))
-        return deployment.submit(app)
+        run = deployment.submit(app)
+        deployment.start(f"run-{run}", "flwr", "log", run, "fedfp8", "--stream")
+        return run
 
-    def rounds():
-        return torch.load(model)["rounds"] if model.exists() else 0
+    def log(run):
+        """What the ServerApp has said."""
+        return (deployment.folder / f"run-{run}.log").read_text()
 
-    def log():
-        return (deployment.folder / "superlink.log").read_text()
-
-    def wait_for(words):
-        """For these words, in what is logged from now on."""
-        known = len(log())
-        wait(lambda: words in log()[known:], 400, deployment)
+    def wait_for(run, *phrases):
+        """For these phrases in the log, one after the other."""
+        pattern = re.compile(".*".join(map(re.escape, phrases)), re.S)
+        wait(lambda: pattern.search(log(run)), 600, deployment)
 
     try:
         deployment.start_superlink()
         for number in (0, 1):
             deployment.register(number)
         deployment.start_node(0)
-        submit(1000)
-        wait_for("Received 1 results and 0 failures")  # alone
+        run = submit(1000)
+        alone, both, one_lost = (f"Received {n}" for n in ("1 results and 0", "2 results and 0", "1 results and 1"))
+        wait_for(run, alone)
         late = deployment.start_node(1)
-        wait_for("Received 2 results and 0 failures")
+        wait_for(run, alone, both)
         deployment.kill(late, signal.SIGKILL)
         late.wait()
-        wait_for("Received 1 results and 1 failures")
+        wait_for(run, alone, both, one_lost)
         deployment.start_node(1)
-        wait_for("Received 2 results and 0 failures")
+        wait_for(run, alone, both, one_lost, both)
         (killed,) = server_apps(deployment)
         os.kill(killed, signal.SIGKILL)
-        wait(lambda: not server_apps(deployment), 30, deployment)
-        before, done = torch.load(model)["model"], rounds()
-        assert done >= 4
-        known = len(log())
-        run = submit(done + 2)
-        wait(lambda: rounds() == done + 2, 400, deployment)
+        wait(lambda: not server_apps(deployment), 60, deployment)
+        saved = torch.load(model)
+        assert saved["rounds"] >= 4 and "rejected" not in log(run)
+        run = submit(saved["rounds"] + 2)
+        wait_for(run, "[ROUND 2/2]", both, "times less")
         wait(lambda: deployment.status(run) == "finished:completed", 60, deployment)
-        after = torch.load(model)["model"]
-        assert after.keys() == before.keys() and not all(torch.equal(after[name], before[name]) for name in after)
-        resumed = log()[known:]
-        assert "[ROUND 2/2]" in resumed and "rejected" not in log() and re.search(r"fedfp8: .* times less", resumed)
+        ended = torch.load(model)
+        assert ended["rounds"] == saved["rounds"] + 2 and "rejected" not in log(run)
+        assert ended["model"].keys() == saved["model"].keys()
+        assert not any(torch.equal(ended["model"][name], saved["model"][name]) for name in ("0.weight", "7.weight"))
     finally:
         deployment.stop()
 
