@@ -19,7 +19,9 @@ Adapters = dict[str, torch.Tensor]
 
 
 @functools.cache
-def _build(checkpoint: str, hidden: int, layers: int, adapter: str, rank: int, dtype: str) -> tuple[PeftModel, Adapters]:
+def _build(
+    checkpoint: str, hidden: int, layers: int, adapter: str, rank: int, dtype: str
+) -> tuple[PeftModel, Adapters]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if checkpoint:
