@@ -67,7 +67,7 @@ class OldFP8(FP8, Strategy):
         return found
 
     def _record(self, where: dict[int, MetricRecord], server_round: int, found: Any) -> None:
-        """Keep (loss, metrics) and write the records anew: nobody tells an old-style strategy which round is the last."""
+        """Keep (loss, metrics) and write the records anew: nobody says which round of an old-style run is the last."""
         if self.out is None:
             return
         loss, metrics = found or (None, {})
