@@ -37,7 +37,8 @@ def run(folder: str, rounds: int, seed: int) -> tuple[dict[str, int], list[float
     torch.manual_seed(seed)
     random.seed(seed)
     with tempfile.TemporaryDirectory() as out:
-        settings: dict[str, Any] = {"num-rounds": rounds, "local-epochs": 2, "lr": 0.05, "out": f"{out}/rounds.json"}
+        settings: dict[str, Any] = {"nodes": CLIENTS, "num-rounds": rounds, "local-epochs": 2, "lr": 0.05}
+        settings["out"] = f"{out}/rounds.json"
         grid = LocalGrid(client, CLIENTS, settings)
         grid.serve(server, settings)
         found = json.loads(Path(settings["out"]).read_text())

@@ -18,10 +18,12 @@ from flwr.serverapp import Grid, ServerApp
 from fedfp8.errors import Fedfp8Error, LostReference, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Assignment, Client, Reply
-from fedfp8.fl.config import Config, from_dict, to_dict
+from fedfp8.fl.config import Config, from_dict, to_dict, with_settings
 from fedfp8.fl.federation import build
 from fedfp8.fl.pool import Pool
+from fedfp8.fl.presets import preset
 from fedfp8.fl.run import History, OnRound, execute
+from fedfp8.fl.settings import parse_assignment
 from fedfp8.fl.wires import wire_for
 from fedfp8.flower.blob import record_of
 from fedfp8.flower.cache import ClientCache
@@ -41,11 +43,20 @@ def config_text(config: Config) -> str:
 
 
 def config_of(context: Context) -> Config:
-    """The config of a run started by `flwr run`; a node may keep its data elsewhere (node config ``data-dir``)."""
-    text = context.run_config.get("fedfp8")
-    if not isinstance(text, str):
-        raise RunError("the run config has no entry 'fedfp8'; start the app with `fedfp8 flower run`")
-    return from_dict(json.loads(text))
+    """The config of a run started by `flwr run`: whole in ``fedfp8``, or by ``preset``, ``method`` and ``set``.
+
+    A node may keep its data elsewhere (node config ``data-dir``).
+    """
+    given = context.run_config
+    if "fedfp8" in given:
+        return from_dict(json.loads(str(given["fedfp8"])))
+    if "preset" not in given or "method" not in given:
+        raise RunError(
+            "the run config has neither an entry 'fedfp8' nor 'preset' and 'method'; write the app with `fedfp8 flower "
+            "app`, or name both in its pyproject.toml"
+        )
+    settings = dict(parse_assignment(item) for item in str(given.get("set", "")).split())
+    return with_settings(preset(str(given["preset"]), str(given["method"])), settings)
 
 
 # The client
@@ -134,7 +145,7 @@ def server_app(
         run_config = context.run_config
         chosen = config or config_of(context)
         where, seconds = nodes or int(run_config["nodes"]), float(run_config.get("timeout", timeout))
-        with open_or_create(out or Path(str(run_config["out"])), chosen) as folder:
+        with open_or_create(out or Path(str(run_config["out"])).expanduser(), chosen) as folder:
             trainers = functools.partial(GridWorkers, grid, nodes=where, timeout=seconds)
             history = execute(folder, build(chosen), Pool(0), on_round, trainers=trainers)
         if results is not None:
