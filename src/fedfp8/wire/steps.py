@@ -1,8 +1,8 @@
 """Modes reference and same: codes as steps from a prediction that both sides can make.
 
-The prediction is the reference on the new grid, rounded with the message's own dice: a weight that did not move gives
-exactly the predicted code, and one that moved does unless it crossed its own known threshold. Without a reference (mode
-static of the uniform grid) the reference is 0 everywhere, and the dice alone still help.
+The prediction is the reference on the new grid, rounded with the message's own random bits: a weight that did not move
+gives exactly the predicted code, and one that moved does unless it crossed its own known threshold. Without a reference
+(mode static of the uniform grid) the reference is 0 everywhere, and the random bits alone still help.
 
     data = [coefficients of a mix,] shape << 5 | shift, scale, number of bytes of extra bits, extra bits, rANS states
            and words
@@ -19,11 +19,11 @@ import numpy as np
 from fedfp8.errors import WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
-from fedfp8.fp8.parallel import dice_keys, dither_keys
+from fedfp8.fp8.parallel import dither_keys, random_keys
 from fedfp8.wire import kernels
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.mix import Mix
-from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, grid_of, narrow_of, prior_of
+from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, intervals_of, narrow_of, prior_of
 from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any 
 class Predictor:
     """Predictions and contexts, piece by piece, in scratch arrays that are used again."""
 
-    def __init__(self, plan: "Plan", reference: "Reference | Mix | None", dice: bool) -> None:
-        self.plan, self.reference, self.dice = plan, reference, dice
+    def __init__(self, plan: "Plan", reference: "Reference | Mix | None", random: bool) -> None:
+        self.plan, self.reference, self.random = plan, reference, random
         self.rms = 0.0 if reference is None else reference.rms
-        self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else dice_keys(plan.seed)
+        self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else random_keys(plan.seed)
         n = min(plan.size, PIECE)
         self.pred, self.ctx, self.values = np.empty(n, np.int32), np.empty(n, np.uint16), np.empty(n, np.int32)
         self.mixed = np.zeros(n if reference is None or isinstance(reference, Mix) else 0, np.float32)
@@ -70,7 +70,7 @@ class Predictor:
         if self.plan.dithered:
             bad = kernels.predict_uniform(ref, start, pred, ctx, *self.constants, *self.keys)
         else:
-            bad = kernels.predict_float(ref, start, self.dice, pred, ctx, *self.constants, *self.keys)
+            bad = kernels.predict_float(ref, start, self.random, pred, ctx, *self.constants, *self.keys)
         if bad:
             raise WireFormatError("the reference, or the mix of them, holds NaN or Inf; use another one, or none")
         return pred, ctx
@@ -92,7 +92,7 @@ def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True)
-class Model:
+class StepModel:
     """What the sender says about the steps of a tensor."""
 
     shape: int
@@ -113,7 +113,7 @@ def encode(plan: "Plan", codes: np.ndarray, fitted: "Fit") -> bytes:
     """The data; none if every code is as predicted from a single reference."""
     predictor, model = fitted.predictor, fitted.model
     mix = predictor.reference.to_bytes() if isinstance(predictor.reference, Mix) else b""
-    narrow = narrow_of(grid_of(plan.format), model.scale)
+    narrow = narrow_of(intervals_of(plan.format), model.scale)
     encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(plan.size), False
     for piece in pieces(plan.size):
         tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)
@@ -172,18 +172,18 @@ class Fit:
     """
 
     predictor: Predictor
-    model: Model
+    model: StepModel
     cost: int
 
 
 def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | Mix | None") -> Fit:
-    """With the dice or without, and the shape and scale under which a sample costs least.
+    """With the random bits or without, and the shape and scale under which a sample costs least.
 
-    Weights that already sit on the grid are better predicted without the dice, and then clearly so: if the first
+    Weights that already sit on the grid are better predicted without the random bits, and then clearly so: if the first
     predictions are a tenth nearer.
     """
-    predictor = Predictor(plan, reference, plan.dice)
-    if plan.dice and not plan.dithered:
+    predictor = Predictor(plan, reference, plan.random)
+    if plan.random and not plan.dithered:
         without = Predictor(plan, reference, False)
         if 10 * _distance(without, codes) < 9 * _distance(predictor, codes):
             predictor = without
@@ -212,7 +212,7 @@ def sample(plan: "Plan") -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[int, Model]:
+def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[int, StepModel]:
     """(cost, model): coarse over scales, then finer for each shape."""
     index = np.flatnonzero(counts)
     counts = counts[index]
@@ -230,7 +230,7 @@ def _cheapest(format: Format | None, counts: np.ndarray, shift: int) -> tuple[in
         found.append((best[0], shape, best[1]))
         start = min(found)[2]
     total, shape, scale = min(found)
-    return int(total), Model(shape, scale, shift)
+    return int(total), StepModel(shape, scale, shift)
 
 
 def _distance(predictor: Predictor, codes: np.ndarray) -> int:
@@ -240,7 +240,7 @@ def _distance(predictor: Predictor, codes: np.ndarray) -> int:
     return int(np.minimum(np.abs(predictor.ranks(codes[:n]) - pred), 8).sum())
 
 
-def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", dice: bool) -> np.ndarray:
+def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", random: bool) -> np.ndarray:
     reader = Reader(data, "coded steps")
     head, scale = reader.take(2, "shape and scale")
     shape, shift = head >> 5, head & 31
@@ -250,9 +250,9 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
     bits.view(np.uint8)[: len(extra)] = extra
     bits = bits.astype(np.uint64, copy=False)
-    tables = Model(shape, scale, shift).tables(plan)
+    tables = StepModel(shape, scale, shift).tables(plan)
     decoder = Decoder(tables, plan.size, reader.take(reader.left, "symbols"))
-    predictor = Predictor(plan, reference, dice)
+    predictor = Predictor(plan, reference, random)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
     largest = LARGEST if plan.dithered else 2 ** (plan.bits - 1) - 1
     tok = np.empty(predictor.pred.size, np.uint8)
@@ -272,9 +272,9 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     return codes
 
 
-def predicted(plan: "Plan", reference: "Reference", dice: bool) -> np.ndarray:
+def predicted(plan: "Plan", reference: "Reference", random: bool) -> np.ndarray:
     """The prediction itself, as codes."""
-    predictor = Predictor(plan, reference, dice)
+    predictor = Predictor(plan, reference, random)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
     for start in range(0, plan.size, PIECE):
         pred, _ = predictor(start, min(start + PIECE, plan.size))
