@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedfp8.bench.timing import table
+from fedfp8.text import size_text
 
 __all__ = ["CLIENTS", "Needs", "Unit", "markdown", "needs", "units"]
 
@@ -85,7 +86,7 @@ def _shown(unit: Unit) -> dict[str, str]:
     return {
         "model": unit.name, "weights": f"{unit.weights:,}", "ms of a core a visit": f"{unit.visit_ms:.3g}",
         "cores": f"{need.cores:.2g}", "network down": _rate(need.down), "up": _rate(need.up),
-        "FP32 would be": f"{_rate(fp32.down)} each way", "memory": _bytes(need.memory), "disk": _bytes(need.disk),
+        "FP32 would be": f"{_rate(fp32.down)} each way", "memory": size_text(need.memory), "disk": size_text(need.disk),
     }  # fmt: skip
 
 
@@ -97,15 +98,11 @@ def arithmetic(unit: Unit, clients: int = CLIENTS, visits_a_day: float = VISITS)
         f"cores    = {need.visits:.3g} / s x {unit.visit_ms:.3g} ms = {need.cores:.2g}",
         f"down     = {need.visits:.3g} / s x {unit.weights:,} weights x {unit.bits_down:.2f} bits = {_rate(need.down)}",
         f"up       = {need.visits:.3g} / s x {unit.weights:,} weights x {unit.bits_up:.2f} bits = {_rate(need.up)}",
-        f"memory   = {_bytes(unit.memory)} + {clients:,} x {unit.known_memory:.0f} bytes = {_bytes(need.memory)}",
-        f"disk     = {_bytes(unit.disk)} + {clients:,} x {unit.known_disk:.0f} bytes = {_bytes(need.disk)}",
+        f"memory   = {size_text(unit.memory)} + {clients:,} x {unit.known_memory:.0f} bytes = {size_text(need.memory)}",
+        f"disk     = {size_text(unit.disk)} + {clients:,} x {unit.known_disk:.0f} bytes = {size_text(need.disk)}",
     ]
     return f"{unit.name}, line by line:\n\n" + "\n".join(f"    {line}" for line in lines)
 
 
 def _rate(bits: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
