@@ -84,8 +84,8 @@ def _shown(unit: Unit) -> dict[str, str]:
     need = needs(unit)
     fp32 = needs(Unit(**asdict(unit) | {"bits_down": 32.0, "bits_up": 32.0}))
     return {
-        "model": unit.name, "weights": f"{unit.weights:,}", "ms of a core a visit": f"{unit.visit_ms:.3g}",
-        "cores": f"{need.cores:.2g}", "network down": _rate(need.down), "up": _rate(need.up),
+        "model": unit.name, "weights": f"{unit.weights:,}", "ms of a core a visit": _figures(unit.visit_ms),
+        "cores": _figures(need.cores), "network down": _rate(need.down), "up": _rate(need.up),
         "FP32 would be": f"{_rate(fp32.down)} each way", "memory": size_text(need.memory), "disk": size_text(need.disk),
     }  # fmt: skip
 
@@ -95,13 +95,18 @@ def arithmetic(unit: Unit, clients: int = CLIENTS, visits_a_day: float = VISITS)
     need = needs(unit, clients, visits_a_day)
     lines = [
         f"visits   = {clients:,} clients x {visits_a_day:g} a day / {DAY:,} s = {need.visits:.3g} a second",
-        f"cores    = {need.visits:.3g} / s x {unit.visit_ms:.3g} ms = {need.cores:.2g}",
+        f"cores    = {need.visits:.3g} / s x {_figures(unit.visit_ms)} ms = {_figures(need.cores)}",
         f"down     = {need.visits:.3g} / s x {unit.weights:,} weights x {unit.bits_down:.2f} bits = {_rate(need.down)}",
         f"up       = {need.visits:.3g} / s x {unit.weights:,} weights x {unit.bits_up:.2f} bits = {_rate(need.up)}",
         f"memory   = {size_text(unit.memory)} + {clients:,} x {unit.known_memory:.0f} bytes = {size_text(need.memory)}",
         f"disk     = {size_text(unit.disk)} + {clients:,} x {unit.known_disk:.0f} bytes = {size_text(need.disk)}",
     ]
     return f"{unit.name}, line by line:\n\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _figures(value: float) -> str:
+    """Two digits, or whole numbers from ten on."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _rate(bits: float) -> str:
