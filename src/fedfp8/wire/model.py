@@ -26,6 +26,7 @@ __all__ = [
     "SCALES",
     "SHAPES",
     "TOKENS",
+    "Costs",
     "Grid",
     "costs_of",
     "grid_of",
@@ -121,15 +122,31 @@ def prior_of(format: Format | None, shape: int, scale: int) -> tuple[np.ndarray,
     return prior, row
 
 
-@lru_cache(maxsize=128)
-def costs_of(format: Format | None, shape: int, scale: int) -> np.ndarray:
-    """Cost of [context * TOKENS + token] under a prior, in 1/256 bits: 32 KB, kept for other tensors and rounds."""
-    grid = grid_of(format)
-    places = np.full(len(grid.cell), PLACES, dtype=np.int64)
-    prior = np.empty((PLACES * len(places), TOKENS), dtype=np.uint32)
-    first, table = PLACES * np.arange(len(places)), SHAPES[shape]
-    kernels.prior(grid.lo, grid.hi, sigma_of(grid, scale), first, places, grid.width, table, PER_UNIT, prior)
-    return LOG2[np.minimum(prior, 65535)].astype(np.uint16).reshape(-1)
+class Costs:
+    """table[shape, scale - SCALES[0], context * TOKENS + token]: the cost under a prior, in 1/256 bits.
+
+    Made where a search looks, and kept for other tensors and rounds: up to 32 KB a shape and scale, some 50 of them.
+    """
+
+    def __init__(self, format: Format | None) -> None:
+        self.grid = grid_of(format)
+        self.places = np.full(len(self.grid.cell), PLACES, dtype=np.int64)
+        self.table = np.zeros((len(SHAPES), len(SCALES), PLACES * len(self.places) * TOKENS), np.uint16)
+        self.made = np.zeros(self.table.shape[:2], np.bool_)
+
+    def make(self, number: int) -> None:
+        """The table number shape * len(SCALES) + scale - SCALES[0]. Threads that make the same make it equal."""
+        shape, at = divmod(number, len(SCALES))
+        grid, prior = self.grid, np.empty((PLACES * len(self.places), TOKENS), dtype=np.uint32)
+        sigma, first = sigma_of(grid, SCALES[at]), PLACES * np.arange(len(self.places))
+        kernels.prior(grid.lo, grid.hi, sigma, first, self.places, grid.width, SHAPES[shape], PER_UNIT, prior)
+        self.table[shape, at] = LOG2[np.minimum(prior, 65535)].reshape(-1)
+        self.made[shape, at] = True
+
+
+@lru_cache(maxsize=16)
+def costs_of(format: Format | None) -> Costs:
+    return Costs(format)
 
 
 def sigma_of(grid: Grid, scale: int) -> np.ndarray:
