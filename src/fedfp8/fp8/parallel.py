@@ -7,6 +7,7 @@ its elements have the dice they have in the whole tensor, for any number of thre
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -35,6 +36,7 @@ def dice_keys(seed: int) -> Keys:
     return np.uint32(z & 0xFFFFFFFF), np.uint32(z >> 32)
 
 
+@lru_cache(maxsize=4096)
 def dither_keys(seed: int, place: int = 0, strata: int = 1) -> Keys:
     """The keys of `dither`: those of the seed, and the turn, place / strata of a cell, that is added to the hash."""
     if not (1 <= index(strata) <= STRATA_MAX and 0 <= index(place) < strata):

@@ -65,7 +65,8 @@ class History:
         entry = Entry(number, model.fingerprint, cohort, strata)
         with self._lock:
             self.entries[number] = entry
-            self._models = {number: model}
+            latest = max(self._models, default=number)
+            self._models = {latest: self._models[latest], number: model} if self._models else {number: model}
             self._sent = {}
             write_state(self.path(number), model, sync=False)
         return entry

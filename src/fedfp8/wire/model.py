@@ -90,12 +90,13 @@ def _grid(position: np.ndarray, cell: np.ndarray, width: float) -> Grid:
     return Grid(lo, hi, cell, width)
 
 
-def narrow_of(grid: Grid, scale: int) -> np.ndarray:
+@lru_cache(maxsize=1024)
+def narrow_of(format: Format | None, scale: int) -> np.ndarray:
     """For each context, whether updates are so much smaller than its cell that large steps just escape.
 
     A token that never comes still takes a 2**16th: where hardly anything moves, forty of them would show.
     """
-    narrow = np.zeros(256, dtype=np.bool_)
+    grid, narrow = grid_of(format), np.zeros(256, dtype=np.bool_)
     narrow[: PLACES * len(grid.cell)] = np.repeat(sigma_of(grid, scale) < NARROW, PLACES)
     return narrow
 

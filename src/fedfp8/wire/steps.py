@@ -23,8 +23,8 @@ from fedfp8.fp8.parallel import dice_keys, dither_keys
 from fedfp8.wire import kernels, search
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.mix import Mix
-from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, grid_of, narrow_of, prior_of
-from fedfp8.wire.stream import PIECE, Decoder, Encoder, Tables, pieces
+from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, narrow_of, prior_of
+from fedfp8.wire.stream import FIRST_BLOCK, PIECE, Decoder, Encoder, Tables, pieces
 
 if TYPE_CHECKING:
     from fedfp8.wire.codec import Plan, Reference
@@ -108,10 +108,11 @@ class Model:
     shift: int
 
     def tables(self, plan: "Plan", *, decodes: bool = True) -> Tables:
-        return _tables(plan.format, self.shape, self.scale, decodes).copy()
+        tables = _tables(plan.format, self.shape, self.scale, decodes)
+        return tables if plan.size <= FIRST_BLOCK else tables.copy()  # a single block leaves them as they are
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _tables(format: Format | None, shape: int, scale: int, decodes: bool) -> Tables:
     """Before any symbol is seen; kept, up to 200 KB each, for the tensors and rounds that begin with the same."""
     return Tables(*prior_of(format, shape, scale), GAIN, decodes=decodes)
@@ -121,7 +122,7 @@ def encode(plan: "Plan", codes: np.ndarray, fitted: "Fit") -> bytes:
     """The data; none if every code is as predicted from a single reference."""
     predictor, model = fitted.predictor, fitted.model
     mix = predictor.reference.to_bytes() if isinstance(predictor.reference, Mix) else b""
-    narrow = narrow_of(grid_of(plan.format), model.scale)
+    narrow = narrow_of(plan.format, model.scale)
     encoder, extra, moved = Encoder(model.tables(plan, decodes=False), plan.size), _Bits(plan.size), False
     for piece in pieces(plan.size):
         tok, ctx = _tokens(predictor, codes, piece.start, piece.stop, narrow, model.shift, extra)

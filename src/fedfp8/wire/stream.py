@@ -15,7 +15,7 @@ from fedfp8.errors import WireFormatError
 from fedfp8.wire import rans
 from fedfp8.wire.container import AGAIN
 
-__all__ = ["PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
+__all__ = ["FIRST_BLOCK", "PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
 
 FIRST_BLOCK = 2048
 FIRST_BYTES = 64  # first block of mode static, which begins knowing nothing
