@@ -48,8 +48,8 @@ def dither_keys(seed: int, place: int = 0, strata: int = 1) -> Keys:
 
 def _pieces(n: int) -> list[tuple[int, int]]:
     """Equal shares of n elements, a multiple of ALIGNED long, so that partial sums are the same for every number."""
-    count = min(torch.get_num_threads(), n // SMALLEST_PIECE)
-    if count <= 1:
+    count = 1 if n < 2 * SMALLEST_PIECE else min(torch.get_num_threads(), n // SMALLEST_PIECE)
+    if count == 1:
         return [(0, n)]
     length = -(-n // (count * ALIGNED)) * ALIGNED
     return [(start, min(start + length, n)) for start in range(0, n, length)]

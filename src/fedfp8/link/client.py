@@ -101,8 +101,11 @@ class ClientLink:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._read()
 
-    def receive(self, message: bytes) -> dict[str, Any]:
-        """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then."""
+    def receive(self, message: bytes, *, copy: bool = True) -> dict[str, Any]:
+        """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then.
+
+        copy=False: the very tensors that the link remembers, for a caller that does not write to them.
+        """
         orders, payload = Orders.split(message)
         start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
         known = [state for state in (self.held, start) if state is not None]
@@ -115,6 +118,8 @@ class ClientLink:
         if self.path is not None and orders.cache:
             write_state(self.path, received)
         tensors = tensors_of(received)
+        if copy:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return {name: numpy_of(t) for name, t in tensors.items()} if self.arrays == "numpy" else tensors
 
     def reply(self, arrays: Arrays) -> bytes:

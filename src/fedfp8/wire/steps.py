@@ -73,8 +73,8 @@ class Predictor:
         return self.reference.piece(start, stop)
 
     def __call__(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        ref = self.given(start, stop)
-        pred, ctx, _ = (scratch[: stop - start] for scratch in self.scratch)
+        ref, n = self.given(start, stop), stop - start
+        pred, ctx = self.scratch[0][:n], self.scratch[1][:n]
         if self.plan.dithered:
             bad = kernels.predict_uniform(ref, start, pred, ctx, *self.constants, *self.keys)
         else:
@@ -146,6 +146,8 @@ class _Bits:
     def room(self) -> None:
         """Make room for another piece."""
         whole = int(self.at[0]) >> 6
+        if not whole:
+            return
         self.done.append(self.buffer[:whole].astype("<u8").tobytes())
         self.buffer[0] = self.buffer[whole]
         self.buffer[1 : whole + 1] = 0
@@ -258,7 +260,7 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
         raise WireFormatError(f"shape {shape}, shift {shift}, scale {scale} are not possible; the message is damaged")
     extra = reader.take(reader.varint("number of extra bytes", 8 * plan.size + 8), "extra bits")
     bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
-    bits.view(np.uint8)[: len(extra)] = extra
+    bits.view(np.uint8)[: len(extra)] = np.frombuffer(extra, np.uint8)
     bits = bits.astype(np.uint64, copy=False)
     tables = Model(shape, scale, shift).tables(plan)
     decoder = Decoder(tables, plan.size, reader.take(reader.left, "symbols"))
