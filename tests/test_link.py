@@ -266,6 +266,18 @@ def test_the_history_is_bounded_and_clients_of_old_models_are_served() -> None:
     old.receive(server.broadcast(state, ["old"])["old"])
 
 
+def test_a_damaged_file_of_the_history_costs_a_whole_message() -> None:
+    server, state, clients = ServerLink("dq", seed=1), model(), {name: ClientLink() for name in "ab"}
+    for round, name in enumerate("abb"):
+        one_round(server, {name: clients[name]}, trained(state, round))
+    first, second = (server.history.path(number) for number in (1, 2))
+    first.write_bytes(second.read_bytes())
+    message = server.broadcast(trained(state, 3), "ab")["a"]
+    with pytest.raises(LostReference):
+        clients["a"].receive(message)
+    assert clients["a"].receive(server.resend("a")).keys() == state.keys()
+
+
 def test_memory_does_not_grow_with_clients() -> None:
     """What the server keeps for a client is two small numbers, however large the model."""
     sizes = {}

@@ -111,10 +111,9 @@ class ClientLink:
         known = [state for state in (self.held, start) if state is not None]
         _check_size(payload)
         content = read_message(payload, [state.layout for state in known], known)
-        received = dequantize_state(content)
-        if self.packed is not None:
-            self.packed = pack_message(content) if orders.cache else b""
-        self.held, self._orders = received, orders
+        packed = None if self.packed is None else pack_message(content) if orders.cache else b""
+        received = dequantize_state(content, consume=True)
+        self.held, self.packed, self._orders = received, packed, orders
         if self.path is not None and orders.cache:
             write_state(self.path, received)
         tensors = tensors_of(received)
@@ -188,7 +187,7 @@ class ClientLink:
             if self.path is not None and self.path.exists():
                 self.held = read_state(self.path)
             elif self.packed:
-                self.held = dequantize_state(unpack_message(self.packed))
+                self.held = dequantize_state(unpack_message(self.packed), consume=True)
         except Fedfp8Error:  # damaged: as good as lost
             self.held = None
 

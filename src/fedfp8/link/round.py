@@ -83,7 +83,7 @@ class Round:
         references = () if header(payload).reference_fingerprint is None else (self.sent(client),)
         message = decode(payload, layout, references=references)
         self._check(client, wire, message)
-        update = dequantize_state(message)
+        update = dequantize_state(message, consume=True)
         if message.change:
             base = self.model if wire.preserve else self.sent(client)
             update = _moved(update, lambda name, change: change.add_(base[name]))

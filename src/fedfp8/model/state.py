@@ -154,15 +154,16 @@ def quantize_state(
     return q
 
 
-def dequantize_state(q: QuantState) -> State:
-    """The values the receiver works with."""
+def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
+    """The values the receiver works with. consume: the codes are taken from `q`, so that both are never in memory."""
     rule, tensors = ROUNDINGS[q.rounding], dict[str, torch.Tensor]()
     for index, spec in enumerate(q.layout):
         if spec.name in q.rest:
             tensors[spec.name] = q.rest[spec.name]
             continue
         alpha = q.rest[spec.range] if rule.has_ranges and spec.range is not None else None
-        flat = rule.dequantize(spec, q.codes[spec.name], alpha, q.steps.get(spec.name, 0.0), q.draw(index))
+        codes = q.codes.pop(spec.name) if consume else q.codes[spec.name]
+        flat = rule.dequantize(spec, codes, alpha, q.steps.get(spec.name, 0.0), q.draw(index))
         tensors[spec.name] = flat.view(spec.shape)
     return State(q.layout, tensors)
 
