@@ -9,8 +9,8 @@ Times are processor time, which other work on the machine disturbs least.
   moved into the server's frame (budget: 20), and per direction in MB/s of float32 weights (budget: 100);
 - client: the same for decoding a model and coding a reply;
 - memory and disk of the server for 10 and for 10,000 logical clients;
-- `--large`: one client of a large model for two rounds, step by step: seconds, bytes sent, and how far memory rose
-  above what it was before the step, in bytes a weight (Linux).
+- `--large`: one client of a large model for two rounds, step by step: seconds, bytes sent, and the memory of the
+  process, which is server, client and the program's own model together (Linux).
 """
 
 import argparse
@@ -97,7 +97,8 @@ def large(weights: int) -> Iterator[dict[str, Any]]:
         row.clear()
         row.update({"step": name, "processor seconds": time.process_time() - marks[0]})
         row["seconds"] = time.perf_counter() - marks[1]
-        row["more memory, bytes a weight"] = (memory("VmHWM") - before) / weights
+        row["peak memory, bytes a weight"] = memory("VmHWM") / weights
+        row["above what it was before"] = (memory("VmHWM") - before) / weights
 
     for number in (1, 2):
         with step(f"round {number}: open"):

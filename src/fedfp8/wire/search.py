@@ -82,7 +82,7 @@ def _shift(values, pred):
     """Low bits of every step that go as they are, so that half of the steps are below 32."""
     n, near = values.size, 0
     for i in range(n):
-        near += abs(np.int64(values[i]) - np.int64(pred[i])) < 32
+        near += int(abs(np.int64(values[i]) - np.int64(pred[i])) < 32)
     if near > n // 2:
         return 0
     steps = np.sort(np.abs(values.astype(np.int64) - pred.astype(np.int64)))
