@@ -25,6 +25,7 @@ from fedfp8.fl.devices import devices_of
 from fedfp8.fl.examples import sources
 from fedfp8.fl.federation import Federation, build, from_task
 from fedfp8.fl.summary import metric_of
+from fedfp8.nn import load_state
 from fl_tools import comparable, own_data, own_tiny
 
 ALL = {"clients__fraction": 1.0}
@@ -533,6 +534,27 @@ def test_the_model_comes_back_and_is_exported(tmp_path: Path) -> None:
     load_model(loaded, tmp_path / "model.safetensors")
     x = own_data(1)[0][0]
     assert torch.equal(loaded(x), model(x))
+
+
+def test_the_model_comes_back_rounded(tmp_path: Path) -> None:
+    """Its weights are those of the FP8 forward pass, which `restore` gives too."""
+    from safetensors.torch import load_model
+
+    config = own_tiny("uq", 2, **ALL)
+    history = own(config, model=Tied(), out=tmp_path / "run")
+    network = from_task(config, fedfp8.Task(Tied(), own_data(), own_data(1)[0])).network(config)
+    load_state(network, history.state)
+    model, wanted = history.model(rounded=True), fedfp8.restore(network, rounded=True).eval()
+    x = own_data(1)[0][0]
+    assert model.last.weight is model.first.weight and torch.equal(model.first.weight, wanted.first.weight)
+    assert not torch.equal(model.first.weight, history.model().first.weight)
+    assert torch.equal(model(x), wanted(x))
+    found = command(tmp_path, "export", "run", "-o", "model.safetensors", "--rounded")
+    assert found.returncode == 0, found.stderr
+    load_model(loaded := Tied().eval(), tmp_path / "model.safetensors")
+    assert torch.equal(loaded(x), model(x))
+    with pytest.raises(RunError, match="did not train in FP8"):
+        own(own_tiny("fp32", 1, **ALL)).model(rounded=True)
 
 
 # From the command line
