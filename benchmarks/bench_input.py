@@ -5,8 +5,8 @@
 A step is forward, backward and an SGD update of the FP32 model with one thread (the fastest step there is, so the
 largest share); the pipeline is picking a batch from the memory-mapped arrays by random index, augmenting and
 normalising it. "lenet, a Dataset" is a client of a user's own task instead: single pictures of a torch Dataset, which
-turns bytes into floats, collated. Both are timed in turn within one run, in processor time, and medians are compared. Random
-arrays of the real shapes: timing does not depend on what is in the pictures.
+turns bytes into floats, collated. Both are timed in turn within one run, in processor time, and medians are compared.
+Random arrays of the real shapes: timing does not depend on what is in the pictures.
 """
 
 import argparse
