@@ -64,8 +64,8 @@ def run(
 
     fedfp8 flower run --preset digits --method dq --engine ray --rounds 5
     """
-    options = (method, rounds, seed, data_dir, settings, eval_every, no_lossless)
-    config = configure(config_file, preset, *options, task=task, name=name)
+    given = (method, rounds, seed, data_dir, settings, eval_every, no_lossless)
+    config = configure(config_file, preset, *given, task=task, name=name)
     folder = out or Path("runs") / f"{config.name or config.preset}-{config.method}-seed{config.seed}-{engine}"
     flower = _flower("method.launch")
     with single(config, folder) as (display, job):
