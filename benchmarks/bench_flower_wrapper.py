@@ -36,9 +36,9 @@ CASES: dict[str, list[tuple[int, ...]]] = {
 
 
 def model(case: str) -> ArrayRecord:
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     shapes = enumerate(CASES[case])
-    return ArrayRecord({f"layer{n}.weight": Array(dice.normal(size=s).astype(np.float32)) for n, s in shapes})
+    return ArrayRecord({f"layer{n}.weight": Array(rng.normal(size=s).astype(np.float32)) for n, s in shapes})
 
 
 def client_app(mods: list[Any]) -> ClientApp:
@@ -46,11 +46,11 @@ def client_app(mods: list[Any]) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
-        dice = np.random.default_rng(context.node_id)
+        rng = np.random.default_rng(context.node_id)
         new = {}
         for name, array in message.content.array_records["arrays"].items():
             values = array.numpy()
-            values += 0.01 * dice.standard_normal(values.shape, dtype=np.float32)
+            values += 0.01 * rng.standard_normal(values.shape, dtype=np.float32)
             new[name] = Array(values)
         metrics = MetricRecord({"num-examples": 1})
         return Message(RecordDict({"arrays": ArrayRecord(new), "metrics": metrics}), reply_to=message)

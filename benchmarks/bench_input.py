@@ -54,10 +54,10 @@ def share(
     x, transform = stored(shape, folder), transform_for(data, features or "kwt")
     model = build(model_name, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    dice, labels = generator(0, "bench"), torch.arange(batch) % 10
+    rng, labels = generator(0, "bench"), torch.arange(batch) % 10
 
     def pipeline() -> torch.Tensor:
-        return transform(x[torch.randint(len(x), (batch,), generator=dice)], dice, True)
+        return transform(x[torch.randint(len(x), (batch,), generator=rng)], rng, True)
 
     def step(inputs: torch.Tensor) -> None:
         optimizer.zero_grad()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+import fp8_reference as reference
 from fedfp8 import E4M3, E5M2, Format, quantize
-from fedfp8.fp8 import reference, rms, squared_error
+from fedfp8.fp8 import rms, squared_error
 from fedfp8.fp8.kernels import CHUNK
 from fedfp8.fp8.measure import largest
 
@@ -56,7 +57,7 @@ def test_expectation_in_closed_form(format: Format) -> None:
         assert abs(float(got) - exact) <= relative_bound(50_000) * exact + own.sum()
 
 
-def test_expectation_is_the_mean_over_the_dice() -> None:
+def test_expectation_is_the_mean_over_the_random_bits() -> None:
     w, target = pair(20_000)
     draws = torch.stack([squared_error(w, target, ALPHAS, rounding="stochastic", seed=s) for s in range(64)])
     expected = squared_error(w, target, ALPHAS, rounding="expected")

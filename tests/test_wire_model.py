@@ -34,7 +34,7 @@ BENCH = bench_wire()
 def test_priors_are_distributions(format: Format | None) -> None:
     """Rows sum to 2**16, up to one for each token (a floor of 1, rounding) and what lies beyond the last step, which
     for sigma below 8 cells is 256 / 8 = 32 sigma away: nothing. Intervals do not overlap."""
-    grid = model.grid_of(format)
+    grid = model.intervals_of(format)
     order = [*range(model.TOKENS - 2, 0, -2), 0, *range(1, model.TOKENS - 1, 2)]  # from the lowest step to the highest
     lo, hi = grid.lo[:, order], grid.hi[:, order]
     assert (hi >= lo).all() and np.array_equal(lo[:, 1:], hi[:, :-1])
@@ -115,7 +115,7 @@ def test_rans_is_as_short_as_constriction(n: int) -> None:
 
 
 def test_contexts_by_hand() -> None:
-    """Places and classes of the uniform grid, recomputed in float64 from the dice."""
+    """Places and classes of the uniform grid, recomputed in float64 from the random bits."""
     old = bell(20000)
     state = BENCH.one(old, 1.0)
     q = quantize_state(state, seed=3, rounding="dithered", step={"w": 0.37})

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedfp8.machine import cores, processor
+from fedfp8.text import markdown_table
 
 __all__ = ["Timings", "interleave", "machine", "table"]
 
@@ -102,5 +103,4 @@ def table(rows: list[dict[str, Any]]) -> str:
             return "yes" if value else "no"
         return "" if value is None else value if isinstance(value, str) else f"{value:,}"
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(v) for v in row.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(list(rows[0]), [[cell(v) for v in row.values()] for row in rows])

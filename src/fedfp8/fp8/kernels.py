@@ -12,9 +12,9 @@ of half a step, so that grid values stay what they are and the largest is never 
 arithmetic in a fixed order, so results are equal on every machine, for every number of threads, and to the torch
 version in `eager.py`. Only sums may be taken in another order (`plus`).
 
-The dice: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each; a bijection
-of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step; dither has
-u = 1/2 + floor(h / 2**9) / 2**23, after a turn (place / strata of 2**32) has been added to h modulo 2**32.
+The random bits: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each;
+a bijection of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step;
+dither has u = 1/2 + floor(h / 2**9) / 2**23, after a turn (place / strata of 2**32) has been added to h modulo 2**32.
 """
 
 import numpy as np
@@ -41,8 +41,8 @@ CHUNK = 1 << 15  # elements per partial sum
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
-# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are dice, element
-# i of the array uses hash(WEYL * i + key0, key1): a caller with a piece of a tensor puts its start into key0.
+# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are random bits,
+# element i of the array uses hash(WEYL * i + key0, key1): a caller with a piece of a tensor puts its start into key0.
 
 
 @kernel
@@ -115,7 +115,7 @@ def undither(k, out, step, key0, key1, turn):
 
 
 @kernel
-def dice(out, key0, key1, turn):
+def uniforms(out, key0, key1, turn):
     for i in range(out.size):
         out[i] = uniform(i, key0, key1, turn)
 
@@ -187,7 +187,7 @@ def error_nearest(w, target, partial, scale_in, scale_out, top, lowest, magic):
 
 @kernel
 def error_expected(w, target, partial, scale_in, scale_out, top, lowest, magic, per_level):
-    """Expectation over the dice: (clip(w) - t)**2 + s**2 f (1 - f), f the place between the two neighbours."""
+    """Expectation over the random bits: (clip(w) - t)**2 + s**2 f (1 - f), f the place between the two neighbours."""
     for chunk in range(partial.size):
         lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
         w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks

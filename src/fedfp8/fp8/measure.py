@@ -49,7 +49,7 @@ def squared_error(
 ) -> torch.Tensor:
     """||Q(w; alpha) - target||**2 for each alpha, float64: one pass per alpha, no temporaries.
 
-    rounding: "nearest", "stochastic" (one draw of the dice), or "expected": the exact expectation over the dice.
+    rounding: "nearest", "stochastic" (one draw of the random bits), or "expected": the exact expectation over them.
     """
     if w.shape != target.shape:
         raise QuantizationError(f"w has shape {tuple(w.shape)} and target {tuple(target.shape)}; they must be equal")

@@ -4,7 +4,7 @@
 `QuantState`, integers and a few floats, by one of the roundings of `rounding.py`; `dequantize_state` gives the values
 the receiver works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
 
-Every message has its own seed and every tensor its own dice, so rounding errors are independent.
+Every message has its own seed and every tensor its own random bits, so rounding errors are independent.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class QuantState:
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
-    place: int = 0  # of the sender among the `strata` of a cohort that shares its dice (dithered only)
+    place: int = 0  # of the sender among the `strata` of a cohort that shares its random bits (dithered only)
     strata: int = 1
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
 
@@ -106,7 +106,7 @@ class QuantState:
 
 @lru_cache(maxsize=4096)
 def tensor_seed(seed: int, index: int) -> int:
-    """The seed of the dice of tensor `index` of a message."""
+    """The seed of the random bits of tensor `index` of a message."""
     return derive_seed(seed, "tensor", index)
 
 

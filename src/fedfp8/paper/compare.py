@@ -206,10 +206,10 @@ class Comparison:
     rows: list[Row]
     table: Table
 
-    @property
-    def text(self) -> str:
-        """The table for a terminal."""
-        return self.table.text()
+    def text(self, width: int = 0) -> str:
+        """The table; on a terminal of `width` columns without those that do not fit (compare.md has all)."""
+        spare = ("seeds", "gain, raw codes", "rounds", "up", "down") if width else ()
+        return self.table.narrowed(width, spare).text()
 
     @property
     def learned(self) -> bool:

@@ -60,10 +60,10 @@ STYLES: dict[str, Style] = {
 }
 NAMES: dict[str, str] = {
     "fp32": "FP32 FedAvg",
-    "bq": "FP8 FedAvg-BQ",
-    "uq": "FP8 FedAvg-UQ",
-    "uq+": "FP8 FedAvg-UQ+",
-    "dq": "FP8 FedAvg-DQ (ours)",
+    "bq": "FP8FedAvg-BQ",
+    "uq": "FP8FedAvg-UQ",
+    "uq+": "FP8FedAvg-UQ+",
+    "dq": "FP8FedAvg-DQ (ours)",
     "qat-nearest": "det. QAT",
     "qat-stochastic": "rand. QAT",
 }
@@ -73,7 +73,7 @@ MORE = ("#7A4B00", "#004D40", "#5D3A9B", "#8F8F00", "#B00020", "#1A5276")  # var
 
 
 def name_of(label: str) -> str:
-    """The name of a label: ``dq:dq.kappa_up=16`` -> ``FP8 FedAvg-DQ (ours), dq.kappa_up=16``."""
+    """The name of a label: ``dq:dq.kappa_up=16`` -> ``FP8FedAvg-DQ (ours), dq.kappa_up=16``."""
     method, _, rest = label.partition(":")
     return ", ".join([NAMES.get(method, method), *filter(None, rest.split(":"))])
 

@@ -1,8 +1,8 @@
 """Modes reference and same: codes as steps from a prediction that both sides can make.
 
-The prediction is the reference on the new grid, rounded with the message's own dice: a weight that did not move gives
-exactly the predicted code, and one that moved does unless it crossed its own known threshold. Without a reference (mode
-static of the uniform grid) the reference is 0 everywhere, and the dice alone still help.
+The prediction is the reference on the new grid, rounded with the message's own random bits: a weight that did not move
+gives exactly the predicted code, and one that moved does unless it crossed its own known threshold. Without a reference
+(mode static of the uniform grid) the reference is 0 everywhere, and the random bits alone still help.
 
     data = [coefficients of a mix,] shape << 5 | shift, scale, number of bytes of extra bits, extra bits, rANS states
            and words
@@ -19,7 +19,7 @@ import numpy as np
 from fedfp8.errors import WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
-from fedfp8.fp8.parallel import dice_keys, dither_keys
+from fedfp8.fp8.parallel import dither_keys, random_keys
 from fedfp8.wire import kernels, search
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.mix import Mix
@@ -43,10 +43,10 @@ FARTHEST = np.float32(2.0**22)  # references are cut here, in cells: beyond any 
 class Predictor:
     """Predictions and contexts, piece by piece, in scratch arrays that are used again."""
 
-    def __init__(self, plan: "Plan", reference: "Reference | Mix | None", dice: bool) -> None:
-        self.plan, self.reference, self.dice = plan, reference, dice
+    def __init__(self, plan: "Plan", reference: "Reference | Mix | None", random: bool) -> None:
+        self.plan, self.reference, self.random = plan, reference, random
         self.rms = 0.0 if reference is None else reference.rms
-        self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else dice_keys(plan.seed)
+        self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else random_keys(plan.seed)
         self.constants = self._uniform() if plan.dithered else self._float()
 
     def _uniform(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ class Predictor:
         if self.plan.dithered:
             bad = kernels.predict_uniform(ref, start, pred, ctx, *self.constants, *self.keys)
         else:
-            bad = kernels.predict_float(ref, start, self.dice, pred, ctx, *self.constants, *self.keys)
+            bad = kernels.predict_float(ref, start, self.random, pred, ctx, *self.constants, *self.keys)
         if bad:
             raise WireFormatError(NOT_FINITE)
         return pred, ctx
@@ -100,7 +100,7 @@ def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True)
-class Model:
+class StepModel:
     """What the sender says about the steps of a tensor."""
 
     shape: int
@@ -183,18 +183,18 @@ class Fit:
     """
 
     predictor: Predictor
-    model: Model
+    model: StepModel
     cost: int
 
 
 def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | Mix | None") -> Fit:
-    """With the dice or without, and the shape and scale under which a sample costs least.
+    """With the random bits or without, and the shape and scale under which a sample costs least.
 
-    Weights that already sit on the grid are better predicted without the dice, and then clearly so: if the first
+    Weights that already sit on the grid are better predicted without the random bits, and then clearly so: if the first
     predictions are a tenth nearer.
     """
-    predictor = Predictor(plan, reference, plan.dice)
-    if plan.dice and not plan.dithered:
+    predictor = Predictor(plan, reference, plan.random)
+    if plan.random and not plan.dithered:
         without = Predictor(plan, reference, False)
         if 10 * _distance(without, codes) < 9 * _distance(predictor, codes):
             predictor = without
@@ -205,7 +205,7 @@ def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | Mix | None") ->
     return Fit(predictor, model, cost)
 
 
-def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, Model]:
+def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]:
     reference, costs, spans = predictor.reference, costs_of(None), sample(predictor.plan)
     starts, length = np.array([a for a, _ in spans]), spans[0][1] - spans[0][0]
     if isinstance(reference, Mix):
@@ -220,11 +220,11 @@ def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, Model]:
         if bad:
             raise WireFormatError(NOT_FINITE)
         if missing < 0:
-            return cost, Model(shape, SCALES[scale], shift)
+            return cost, StepModel(shape, SCALES[scale], shift)
         costs.make(missing)
 
 
-def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, Model]:
+def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]:
     plan, costs = predictor.plan, costs_of(predictor.plan.format)
     extra, counts = _Bits(FIT), np.zeros(costs.table.shape[2], np.int32)
     for a, b in sample(plan):
@@ -233,7 +233,7 @@ def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, Model]:
     while (found := search.cheapest(counts, costs.table, costs.made))[0] >= 0:
         costs.make(found[0])
     _, cost, shape, scale = found
-    return cost + 256 * extra.count, Model(shape, SCALES[scale], 0)
+    return cost + 256 * extra.count, StepModel(shape, SCALES[scale], 0)
 
 
 def sample(plan: "Plan") -> list[tuple[int, int]]:
@@ -252,7 +252,7 @@ def _distance(predictor: Predictor, codes: np.ndarray) -> int:
     return int(np.minimum(np.abs(predictor.ranks(codes[:n]) - pred), 8).sum())
 
 
-def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", dice: bool) -> np.ndarray:
+def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", random: bool) -> np.ndarray:
     reader = Reader(data, "coded steps")
     head, scale = reader.take(2, "shape and scale")
     shape, shift = head >> 5, head & 31
@@ -262,9 +262,9 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     bits, at = np.zeros(len(extra) // 8 + 3, "<u8"), np.zeros(1, np.int64)
     bits.view(np.uint8)[: len(extra)] = np.frombuffer(extra, np.uint8)
     bits = bits.astype(np.uint64, copy=False)
-    tables = Model(shape, scale, shift).tables(plan)
+    tables = StepModel(shape, scale, shift).tables(plan)
     decoder = Decoder(tables, plan.size, reader.take(reader.left, "symbols"))
-    predictor = Predictor(plan, reference, dice)
+    predictor = Predictor(plan, reference, random)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
     largest = LARGEST if plan.dithered else 2 ** (plan.bits - 1) - 1
     tok = np.empty(min(plan.size, PIECE), np.uint8)
@@ -284,9 +284,9 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     return codes
 
 
-def predicted(plan: "Plan", reference: "Reference", dice: bool) -> np.ndarray:
+def predicted(plan: "Plan", reference: "Reference", random: bool) -> np.ndarray:
     """The prediction itself, as codes."""
-    predictor = Predictor(plan, reference, dice)
+    predictor = Predictor(plan, reference, random)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
     for start in range(0, plan.size, PIECE):
         pred, _ = predictor(start, min(start + PIECE, plan.size))
