@@ -140,8 +140,8 @@ class Costs:
         shape, at = divmod(number, len(SCALES))
         intervals, prior = self.intervals, np.empty((PLACES * len(self.places), TOKENS), dtype=np.uint32)
         sigma, first = sigma_of(intervals, SCALES[at]), PLACES * np.arange(len(self.places))
-        ends = intervals.lo, intervals.hi
-        kernels.prior(*ends, sigma, first, self.places, intervals.width, SHAPES[shape], PER_UNIT, prior)
+        lo, hi, width = intervals.lo, intervals.hi, intervals.width
+        kernels.prior(lo, hi, sigma, first, self.places, width, SHAPES[shape], PER_UNIT, prior)
         self.table[shape, at] = LOG2[np.minimum(prior, 65535)].reshape(-1)
         self.made[shape, at] = True
 
