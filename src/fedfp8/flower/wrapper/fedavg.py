@@ -44,7 +44,7 @@ class FP8FedAvg(FP8):
         self.name, self.server = method, server or ServerConfig(optimize=True)
         self.gains: list[dict[str, float]] = []  # what ServerOptimize gained, round by round
         if isinstance(inner, _Optimized):
-            inner.wrapper = self
+            inner.wrapper, self.needs_states = self, True
 
     @property
     def method(self) -> str:

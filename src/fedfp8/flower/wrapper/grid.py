@@ -85,6 +85,7 @@ class FP8Grid(Grid):
         self.grid, self.make_link, self.inner, self.traffic, self.patterns = grid, make_link, inner, traffic, patterns
         self.links: dict[tuple[str, str], ServerLink] = {}  # by record, and by group of nodes where models differ
         self.open: list[Open] = []  # messages without a reply, in the order they were sent
+        self.keeps_states = False  # they take as much memory as the replies themselves
         self.states: dict[str, dict[str, State]] = {}  # message id -> what its reply brought, by record
         self._announced: dict[int, deque[dict[str, Sent]]] = defaultdict(deque)
         self._said: set[str] = set()
@@ -326,7 +327,8 @@ class FP8Grid(Grid):
         if sent.link.round is not sent.round or sent.round is None:
             raise WireFormatError("the reply came after the next round had begun")
         state = sent.round.receive(sent.client, payload)
-        self.states.setdefault(entry.id, {})[key] = state
+        if self.keeps_states:
+            self.states.setdefault(entry.id, {})[key] = state
         assert sent.link.frame is not None
         return sent.link.frame.restore(tensors_of(state))
 

@@ -50,6 +50,8 @@ class FP8(Strategy):
     out: a folder for the records of a run, for `fedfp8 report`.
     """
 
+    needs_states = False  # whether `states_of` is asked for
+
     def __new__(cls, strategy: Any = None, *args: Any, **kwargs: Any) -> "FP8":
         if cls is FP8 and is_old(strategy):
             from fedfp8.flower.wrapper.old import OldFP8
@@ -92,6 +94,7 @@ class FP8(Strategy):
         """The Grid that codes, in front of `grid`; for loops of your own."""
         if self._grid is None or self._grid.grid is not grid:
             self._grid = FP8Grid(grid, self._link, self.inner, self.traffic, self.coded)
+            self._grid.keeps_states = self.needs_states
         return self._grid
 
     def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Any:
