@@ -157,8 +157,9 @@ def pairs(values: dict[str, Any]) -> str:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    from fedfp8.text import markdown_table
+
+    return markdown_table(head, rows) + "\n"
 
 
 def commands() -> str:

@@ -10,13 +10,11 @@ import contextlib
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
-import pickle
 import signal
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,13 @@ import torch
 import torch.multiprocessing
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.fl.client import Client, Reply, Task
+from fedfp8.fl.client import Assignment, Client, Reply
 from fedfp8.fl.config import Config
 from fedfp8.fl.devices import devices_of
 from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.examples import Items, Loader, Stream
 from fedfp8.fl.federation import Federation
+from fedfp8.fl.handover import hand_over, take_over
 from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.history import History
@@ -63,7 +62,7 @@ class Failure:
     reason: str
 
 
-Job = Task | Evaluation
+Job = Assignment | Evaluation
 
 
 class Executor:
@@ -77,19 +76,19 @@ class Executor:
 
     def __call__(self, job: Job) -> Any:
         try:
-            return self.client.train(job) if isinstance(job, Task) else self.evaluate(job)
+            return self.client.train(job) if isinstance(job, Assignment) else self.evaluate(job)
         except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
             reason = f"{type(error).__name__}: {error}"
-            return Reply(job.client, error=reason) if isinstance(job, Task) else Failure(reason)
+            return Reply(job.client, error=reason) if isinstance(job, Assignment) else Failure(reason)
 
-    def held(self, task: Task) -> State | None:
+    def held(self, assignment: Assignment) -> State | None:
         """A client's disk: what it received last, made again from the server's model of that round."""
-        if task.held is None:
+        if assignment.held is None:
             return None
-        entry, place = task.held
+        entry, place = assignment.held
         self.history.entries[entry.number] = entry
         return self.history.sent(
-            entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place
+            entry.number, wire_for(self.config, self.client.federation.formats[assignment.client]), place
         )
 
     def evaluate(self, job: Evaluation) -> tuple[float, float, float, int]:
@@ -105,7 +104,7 @@ def _worker(connection: Any, device: str) -> None:
     executor: Executor | str = ""
     with contextlib.suppress(EOFError, OSError):  # the server is gone
         while (message := connection.recv()) is not None:
-            if isinstance(message, bytes):  # the next run
+            if isinstance(message, Path):  # the next run
                 executor = ""  # frees the run before
                 executor = _begun(message, device)
                 connection.send(executor if isinstance(executor, str) else "")
@@ -113,10 +112,10 @@ def _worker(connection: Any, device: str) -> None:
                 connection.send(executor(message))
 
 
-def _begun(message: bytes, device: str) -> Executor | str:
+def _begun(given: Path, device: str) -> Executor | str:
     """What does the jobs of a run, or why this process cannot do them."""
     try:
-        config, federation, folder = ForkingPickler.loads(message)
+        config, federation, folder = take_over(given)
         return Executor(config, federation.to(device), folder)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -170,19 +169,18 @@ class Pool:
             self._inline = Executor(config, federation.to(self.devices[0]), folder)
             return self
         check_importable(federation)
-        self._run = config, federation.share(), folder
+        self._run = config, federation, folder
         self._processes += [self._start(worker) for worker in range(len(self._processes), self.workers)]
         for worker in sorted(self._busy):
             self._end(worker)
             self._processes[worker] = self._start(worker)
         self._busy.clear()
-        for worker in range(self.workers):
-            self._begin(worker)
+        self._begin(range(self.workers))
         return self
 
-    def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+    def train(self, assignments: Iterable[Assignment]) -> Iterator[Reply]:
         """Replies in the order of the tasks."""
-        return self._map(tasks)
+        return self._map(assignments)
 
     def evaluate(self, path: Path, model: bytes) -> tuple[float, float]:
         """(metric, mean loss) on the test set of the model in `path`, whose fingerprint is `model`."""
@@ -230,12 +228,17 @@ class Pool:
         theirs.close()
         return process, ours
 
-    def _begin(self, worker: int) -> None:
-        """Tell a worker which run it is. One at a time: what it shares takes file descriptors until it has come."""
+    def _begin(self, workers: Iterable[int]) -> None:
+        """Tell workers which run it is."""
+        with hand_over(*self._run) as given:
+            for worker in workers:
+                self._tell(worker, given)
+
+    def _tell(self, worker: int, given: Path) -> None:
         for _ in range(ATTEMPTS):
             process, connection = self._processes[worker]
             with contextlib.suppress(EOFError, OSError):
-                connection.send(self._message())
+                connection.send(given)
                 if problem := connection.recv():
                     raise RunError(f"worker {worker} cannot start: {problem}")
                 return
@@ -245,16 +248,6 @@ class Pool:
                 raise RunError(GUARD if process.exitcode == UNGUARDED else early)
             self._processes[worker] = self._start(worker)
         raise RunError(f"worker {worker} was killed {ATTEMPTS} times as it started; is there enough memory?")
-
-    def _message(self) -> bytes:
-        """The run, for one worker: what is in shared memory can be picked up once."""
-        try:
-            return bytes(ForkingPickler.dumps(self._run))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"worker processes cannot be given this run: {error}. Define loss, metric, transform, skip and the "
-                "clients' functions at the top level of a module (no lambda), or train in this process with workers=0"
-            ) from error
 
     def _end(self, worker: int) -> None:
         process, connection = self._processes[worker]
@@ -322,14 +315,14 @@ class Pool:
         process, connection = self._processes[worker]
         process.join()
         connection.close()
-        what = f"client {job.client}" if isinstance(job, Task) else "evaluation"
+        what = f"client {job.client}" if isinstance(job, Assignment) else "evaluation"
         again = attempt < ATTEMPTS
         self.notes.append(
             f"worker {worker} died (exit code {process.exitcode}) during {what}; restarted"
             + (", its work is done again" if again else ", given up after two workers")
         )
         self._processes[worker] = self._start(worker)
-        self._begin(worker)
+        self._begin([worker])
         if again:
             return None
         if isinstance(job, Evaluation):

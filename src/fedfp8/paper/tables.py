@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from fedfp8.text import markdown_table
+
 __all__ = ["NOT_LEARNED", "Table", "duration_text", "gain_text", "spread_text"]
 
 NONE = "–"
@@ -32,8 +34,7 @@ class Table:
 
     def markdown(self, heading: str = "##") -> str:
         lines = [f"{heading} {self.title}", ""] if self.title else []
-        lines += ["| " + " | ".join(_escape(cell) for cell in self.header) + " |", "|---" * len(self.header) + "|"]
-        lines += ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in self.rows]
+        lines += [markdown_table(self.header, self.rows)]
         for note in self.notes:
             lines += ["", note]
         return "\n".join(lines) + "\n"
@@ -77,10 +78,6 @@ class Table:
             f"<div class=scroll><table>\n<thead>{cells(self.header, 'th')}</thead>\n<tbody>\n{body}\n</tbody></table>"
             f"</div>\n{notes}"
         )
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
 
 
 def spread_text(value: SpreadLike | None, scale: float = 1.0, digits: int = 1) -> str:
