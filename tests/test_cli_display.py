@@ -31,7 +31,8 @@ def line(round: int, **more: Any) -> dict[str, Any]:
 def test_method_round_accuracy_and_time_left_fit_and_bytes_go_first(width: int, seeds: tuple[int, ...]) -> None:
     plan = jobs("fp32", "bq", "uq", "uq+", "qat-stochastic", seeds=seeds)
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    size = {"width": width, "height": 40}  # both, or rich takes 80 columns where TERM is "dumb"
+    console = Console(file=out, **size, force_terminal=True, color_system=None, legacy_windows=False)
     with Display(Clock(dict.fromkeys(plan, 1.0)), console=console) as display:
         display.round(plan[-1], line(999))
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
