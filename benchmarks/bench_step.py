@@ -1,6 +1,7 @@
 """A training step in FP8 beside the same step in float: time and peak memory, for the paper's networks.
 
     python benchmarks/bench_step.py [--json] [--compile] [--no-memory] [model ...]
+    python benchmarks/bench_step.py [--json] --calls
 
 Time: both models take turns, step by step, in one process on one thread; a row gives the median float step and
 the median of the ratios of neighbouring steps, so that other load on the machine hits both sides. A step is
@@ -9,7 +10,10 @@ is tried for the image models, and the one in which *float* is faster is reporte
 time of the process: on a shared machine it leaves out waiting for a core, though not for memory.
 
 --compile adds the FP8 step with the model under `torch.compile` (inductor; needs a C++ compiler, and minutes), against
-the float step in eager mode and against the float step compiled too.
+the float step in eager mode and against the float step compiled too. Without a compiler it is left out, and said so.
+
+--calls: what one call of the operator that graphs hold (`torch.ops.fedfp8.fake_quantize`) costs beside the function
+that eager code calls, on 1,000 elements, in processor time.
 
 Memory: each side runs in a process of its own; what counts is the highest resident size during a step, less
 what was resident before the model was built (interpreter, torch, compiled kernels). Linux only. "memory" is what
@@ -21,6 +25,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -32,6 +37,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedfp8.fl.memory import keep_freed_memory
+from fedfp8.fp8 import E4M3, fake_quantize
+from fedfp8.fp8.ste import gradients, like
 from fedfp8.models import MODELS, build
 from fedfp8.nn import prepare
 
@@ -40,6 +47,7 @@ BATCH = 50
 BUDGET = {"lenet": 1.15, "resnet18": 1.3, "matchboxnet": 1.5, "kwt1": 1.5}
 MEMORY_BUDGET = 1.3
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+CALL_BUDGET = 10.0  # microseconds
 STEPS = {"lenet": 41, "resnet18": 7, "matchboxnet": 31, "kwt1": 15}
 
 
@@ -167,13 +175,62 @@ def _row(name: str, steps: int, memory: bool, compiled: bool) -> dict[str, Any]:
     return row
 
 
+def calls(repeats: int = 200, size: int = 1000) -> list[dict[str, Any]]:
+    """A call of the operator beside one of the function: forward, and the backward that it stands for."""
+    x, g, alpha = torch.randn(size), torch.ones(size), torch.tensor(0.9)
+    operator, backward = torch.ops.fedfp8.fake_quantize, torch.ops.fedfp8.fake_quantize_backward
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "forward": (lambda: fake_quantize(x, alpha), lambda: operator(x, alpha, 4, 3, None)),
+        "backward": (
+            lambda: like(alpha, gradients(x, g, alpha.item(), E4M3, "nearest", None)[1]),
+            lambda: backward(g, x, alpha, 4, 3, None),
+        ),
+    }
+    rows = []
+    with torch.no_grad():
+        for name, pair in pairs.items():
+            timed = [[_microseconds(call) for call in pair] for _ in range(repeats)][repeats // 10 :]
+            direct, through = (statistics.median(column) for column in zip(*timed, strict=True))
+            more = statistics.median(b - a for a, b in timed)
+            row = {"call": name, "function_us": round(direct, 1), "operator_us": round(through, 1)}
+            rows.append(row | {"more_us": round(more, 1), "budget": CALL_BUDGET})
+    return rows
+
+
+def _microseconds(call: Callable[[], Any], times: int = 20) -> float:
+    start = time.process_time_ns()
+    for _ in range(times):
+        call()
+    return (time.process_time_ns() - start) / (1e3 * times)
+
+
+def has_compiler() -> bool:
+    """Whether `torch.compile` finds a C++ compiler."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="FP8 training step against the float step")
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(BUDGET)}; default: all")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compile", action="store_true", help="the compiled step too")
     parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--calls", action="store_true", help="only the cost of a call of the operator")
     args = parser.parse_args()
+    if args.calls:
+        torch.set_num_threads(1)
+        found = calls()
+        lines = (
+            "{call}: function {function_us} µs, operator {operator_us} µs, {more_us} more (budget {budget})".format(
+                **row
+            )
+            for row in found
+        )
+        print(json.dumps(found, indent=2) if args.json else "\n".join(lines))
+        return
+    if args.compile and not has_compiler():
+        print("no C++ compiler here (g++, clang++ or $CXX): the compiled step is left out", file=sys.stderr)
+        args.compile = False
     rows = run(args.models or None, memory=not args.no_memory, compiled=args.compile)
     if args.json:
         print(json.dumps(rows, indent=2))

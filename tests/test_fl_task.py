@@ -18,13 +18,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fedfp8
-from fedfp8.errors import ConfigError, RunError
+from fedfp8.errors import ConfigError, Fedfp8Error, RunError
 from fedfp8.fl import preset, resume
 from fedfp8.fl.config import LocalConfig
 from fedfp8.fl.devices import devices_of
 from fedfp8.fl.examples import sources
 from fedfp8.fl.federation import Federation, build, from_task
 from fedfp8.fl.summary import metric_of
+from fedfp8.nn import load_state
 from fl_tools import comparable, own_data, own_tiny
 
 ALL = {"clients__fraction": 1.0}
@@ -235,7 +236,12 @@ TOKENS = torch.arange(60).view(10, 6) % 7
         (
             nn.Linear(5, 1),
             (torch.randn(9, 5), torch.randn(9, 1)),
-            r"y is torch.float32; for regression give loss=.*mse_loss",
+            r"y is torch.float32; for regression give loss=.*mse_loss\(model\(batch\[0\]\), batch\[1\]\)",
+        ),
+        (
+            nn.Linear(5, 1),
+            (torch.randn(9, 5), torch.randn(9)),
+            r"mse_loss\(model\(batch\[0\]\).view_as\(batch\[1\]\), ",
         ),
         (
             nn.Linear(5, 1),
@@ -270,10 +276,46 @@ def test_a_loss_and_a_metric_that_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             own(loss=loss)
-    with pytest.raises(RunError, match=r"metric metric gave 0.5; it must give \(value, weight\)"):
+    with pytest.raises(RunError, match=r"metric\(model, batch\) gave 0.5; a metric must give \(value, weight\)"):
         own(metric=lambda model, batch: 0.5)
     with pytest.raises(RunError, match=r"weights of the metric metric sum to 0\.0, not above 0"):
         own(metric=lambda model, batch: (0.5, 0))
+
+
+PAIR = own_data(1)[0]
+
+
+@pytest.mark.parametrize(
+    "task, why",
+    [
+        ({"clients": {"a": PAIR}}, r"clients is a dict; give a list: list\(clients.values\(\)\)"),
+        ({"clients": (pair for pair in [PAIR])}, "clients is a generator; give a list with the data of each client"),
+        ({"clients": PAIR}, r"clients is a tuple of tensors; give a list .* \[\(x, y\), ...\]"),
+        ({"clients": []}, "no clients were given"),
+        ({"clients": [[PAIR, (PAIR[0][:3], PAIR[1][:3])]]}, "for a list of batches give a function that returns it"),
+        ({"clients": [(PAIR[0], np.array(["a"] * 12))]}, "client 0: an array of <U1 cannot become a tensor"),
+        ({"loss": "mse"}, r"loss is 'mse'; give a function loss\(model, batch\) that returns one number"),
+        ({"metric": 3}, r"metric is 3; give a function metric\(model, batch\) that returns \(value, weight\)"),
+        ({"transform": 3}, r"transform is 3; give a function transform\(batch, generator, train\)"),
+        ({"loss": nn.CrossEntropyLoss()}, r"loss\(model, batch\) failed on a batch of the test set: TypeError"),
+        ({"model": nn.Linear}, "model is a type; give an nn.Module, an instance and not its class"),
+        ({"model": fedfp8.prepare(nn.Linear(5, 3))}, r"prepared already.*give fedfp8.restore\(model\)"),
+        (
+            {"clients": [(PAIR[0].byte(), PAIR[1])], "test": (PAIR[0].byte(), PAIR[1])},
+            "inputs of torch.uint8 .* if it takes floats, convert x beforehand",
+        ),
+    ],
+)
+def test_what_is_refused_says_what_to_give(task: dict[str, Any], why: str) -> None:
+    with pytest.raises(Fedfp8Error, match=why):
+        own(**task)
+
+
+def test_class_numbers_of_any_integer_type() -> None:
+    wanted = comparable(own().rounds)
+    for dtype in (torch.int32, torch.int8, torch.uint8):
+        clients, test = [(x, y.to(dtype)) for x, y in own_data()], own_data(1, seed=9)[0]
+        assert comparable(own(clients=clients, test=(test[0], test[1].to(dtype))).rounds) == wanted
 
 
 def test_wrong_labels_are_named() -> None:
@@ -296,6 +338,8 @@ def test_nan_and_divergence_are_named() -> None:
     clients[1][0][:] = float("nan")
     (found,) = own(own_tiny("fp32", 1, **ALL), clients=clients).rounds[-1]["rejected"]
     assert found["client"] == 1 and found["reason"].endswith("in step 1: the client's data holds NaN or Inf")
+    (found,) = own(own_tiny("uq", 1, **ALL), clients=clients).rounds[-1]["rejected"]  # here an FP8 layer meets it first
+    assert found == {"client": 1, "reason": "DataError: the client's data holds NaN or Inf"}
     with pytest.raises(
         RunError, match=r"all 4 clients of the first round were rejected.*training diverged; lower local.lr"
     ):
@@ -533,6 +577,27 @@ def test_the_model_comes_back_and_is_exported(tmp_path: Path) -> None:
     load_model(loaded, tmp_path / "model.safetensors")
     x = own_data(1)[0][0]
     assert torch.equal(loaded(x), model(x))
+
+
+def test_the_model_comes_back_rounded(tmp_path: Path) -> None:
+    """Its weights are those of the FP8 forward pass, which `restore` gives too."""
+    from safetensors.torch import load_model
+
+    config = own_tiny("uq", 2, **ALL)
+    history = own(config, model=Tied(), out=tmp_path / "run")
+    network = from_task(config, fedfp8.Task(Tied(), own_data(), own_data(1)[0])).network(config)
+    load_state(network, history.state)
+    model, wanted = history.model(rounded=True), fedfp8.restore(network, rounded=True).eval()
+    x = own_data(1)[0][0]
+    assert model.last.weight is model.first.weight and torch.equal(model.first.weight, wanted.first.weight)
+    assert not torch.equal(model.first.weight, history.model().first.weight)
+    assert torch.equal(model(x), wanted(x))
+    found = command(tmp_path, "export", "run", "-o", "model.safetensors", "--rounded")
+    assert found.returncode == 0, found.stderr
+    load_model(loaded := Tied().eval(), tmp_path / "model.safetensors")
+    assert torch.equal(loaded(x), model(x))
+    with pytest.raises(RunError, match="did not train in FP8"):
+        own(own_tiny("fp32", 1, **ALL)).model(rounded=True)
 
 
 # From the command line

@@ -61,6 +61,8 @@ def test_the_operators_pass_torchs_own_checks(seed: int | None) -> None:
     for x in (
         torch.randn(3, 4, generator=g),
         torch.randn(2, 3, 4, 5, generator=g).to(memory_format=torch.channels_last),
+        torch.randn(3, 8, generator=g)[:, ::2],
+        torch.randn(3, 1, generator=g).expand(3, 4),
     ):
         for value in (0.8, 0.0):
             x, alpha = x.detach().requires_grad_(), torch.tensor(value, requires_grad=True)
@@ -215,6 +217,10 @@ def test_torchscript_is_refused_clearly() -> None:
     for make in (lambda: torch.jit.script(model), lambda: torch.jit.trace(model, torch.ones(1, 2))):
         with pytest.raises(QuantizationError, match=r"cannot become TorchScript: use torch\.export.*restore"):
             make()
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(QuantizationError, match=r"0 is TorchScript.*give the nn\.Module that it was made from"):
+        prepare(scripted)
+    assert type(scripted[1]) is nn.Linear and "1.alpha" in prepare(scripted, skip="0").state_dict()
 
 
 # autocast

@@ -319,6 +319,26 @@ def test_arrows_stay_at_or_below_what_was_reached_and_below_100_percent(tmp_path
     assert [p.suffix for p in accuracy_against_bytes(curves, tmp_path / "x")] == [".png", ".pdf"]
 
 
+def test_arrows_have_the_rows_gain_with_its_spread_and_legends_name_smoke_checks(tmp_path: Path) -> None:
+    for seed, size in ((0, 50), (1, 100)):
+        write_run(tmp_path, "fp32", seed, [0.4, 0.6], 400)
+        write_run(tmp_path, "uq", seed, [0.4, 0.6], size)
+        write_run(tmp_path, "bq", seed, [0.1, 0.1], size)
+    runs = find_runs(tmp_path)
+    row = next(row for row in compare(runs) if row.method == "uq")
+    curves = curves_of(runs)
+    gains = gains_of(curves, compare(runs))
+    assert gains.keys() == {"uq"} and (gains["uq"].gain, gains["uq"].std) == (row.gain.mean, row.gain.std) == (
+        6,
+        8**0.5,
+    )
+    _, panels = new_figure(3.5, 3)
+    draw_curves(panels[0, 0], curves, gains)
+    assert "6.0 ± 2.8×" in [t.get_text() for t in panels[0, 0].texts]
+    labels = panels[0, 0].get_legend_handles_labels()[1]
+    assert [label for label in labels if NOT_LEARNED in label] == ["FP8 FedAvg-BQ (not learned yet)"]
+
+
 def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
     path = write_run(tmp_path, "fp32", 0, [0.4, 0.6], 400, sizes=100) / "config.toml"
     path.write_text(path.read_text().replace("augment = true", "augment = false"))

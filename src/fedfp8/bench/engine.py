@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fedfp8 import models
-from fedfp8.bench.timing import interleave
+from fedfp8.bench.timing import interleave, one_thread
 from fedfp8.fl import Config, preset
 from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.checkpoint import RunFolder
@@ -153,9 +153,7 @@ def peak_of_server(cohort: int, clients: int, rounds: int) -> None:
 
 def optimize_rows(turns: int = 5) -> list[Row]:
     """ServerOptimize on ResNet18 in units of one quantize pass over its weights, for two cohorts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         state = state_of(prepare(models.build("resnet18", 10, seed=0)))
         means = {clients: _cohort_mean(state, clients) for clients in (3, 30)}
         coded = [(state[s.name], float(state[s.range]), s.format) for s in state.layout if s.range and s.format]
@@ -163,8 +161,6 @@ def optimize_rows(turns: int = 5) -> list[Row]:
         for clients, mean in means.items():
             calls[str(clients)] = lambda mean=mean: server_optimize(mean, ServerConfig(optimize=True), 1)
         timings = interleave(calls, turns=turns, warmup=1)
-    finally:
-        torch.set_num_threads(threads)
     weights = sum(w.numel() for w, _, _ in coded)
     rows = [
         row(

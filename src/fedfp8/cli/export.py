@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The safetensors file to write.")],
+    rounded: Annotated[bool, typer.Option("--rounded", help="Weights rounded to their FP8 values.")] = False,
 ) -> None:
     """The model of a run as float weights under the names of its own class, without FP8 ranges.
 
@@ -22,4 +23,4 @@ def export(
     """
     from fedfp8.fl.export import export_model
 
-    typer.echo(f"written: {out} ({export_model(folder, out)} tensors)")
+    typer.echo(f"written: {out} ({export_model(folder, out, rounded=rounded)} tensors)")

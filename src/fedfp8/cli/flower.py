@@ -10,11 +10,13 @@ from fedfp8.cli.run import (
     METHOD_HELP,
     DataDir,
     EvalEvery,
+    Name,
     NoLossless,
     Overwrite,
     Preset,
     Rounds,
     Settings,
+    Task,
     configure,
     single,
 )
@@ -50,18 +52,21 @@ def run(
     nodes: Annotated[int, typer.Option(min=0, help=NODES_HELP)] = 0,
     timeout: Timeout = 3600.0,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/PRESET-METHOD-seedN-ENGINE.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-METHOD-seedN-ENGINE.")] = None,
     settings: Settings = None,
     eval_every: EvalEvery = None,
     no_lossless: NoLossless = False,
     overwrite: Overwrite = False,
+    task: Task = None,
+    name: Name = None,
 ) -> None:
     """The same run as `fedfp8 run`, to the same bytes, on a Flower engine. A run that is in the folder is continued.
 
     fedfp8 flower run --preset digits --method dq --engine ray --rounds 5
     """
-    config = configure(config_file, preset, method, rounds, seed, data_dir, settings, eval_every, no_lossless)
-    folder = out or Path("runs") / f"{config.preset}-{config.method}-seed{config.seed}-{engine}"
+    given = (method, rounds, seed, data_dir, settings, eval_every, no_lossless)
+    config = configure(config_file, preset, *given, task=task, name=name)
+    folder = out or Path("runs") / f"{config.name or config.preset}-{config.method}-seed{config.seed}-{engine}"
     flower = _flower("method.launch")
     with single(config, folder) as (display, job):
         options = {"engine": engine, "nodes": nodes, "timeout": timeout, "overwrite": overwrite}
@@ -80,9 +85,11 @@ def write(
     seed: Seed = None,
     timeout: Timeout = 3600.0,
     settings: Settings = None,
+    task: Task = None,
+    name: Name = None,
 ) -> None:
     """Write a Flower app for a federation that is already running: then `flwr run DIR SUPERLINK --stream`."""
-    config = configure(config_file, preset, method, rounds, seed, None, settings, None, False)
+    config = configure(config_file, preset, method, rounds, seed, None, settings, None, False, task=task, name=name)
     typer.echo(_flower("method.launch").write_app(folder, config, out, nodes=nodes, timeout=timeout))
 
 

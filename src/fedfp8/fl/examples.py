@@ -165,7 +165,10 @@ def _source(who: str, data: Any) -> Source:
 
 
 def _part(who: str, data: Any) -> Part:
-    tensors = as_tensors(data)
+    try:
+        tensors = as_tensors(data)
+    except ConfigError as error:
+        raise ConfigError(f"{who}: {error}") from None
     sizes = [len(leaf) if leaf.ndim else -1 for leaf in leaves(tensors)]
     if not sizes or -1 in sizes:
         raise ConfigError(
@@ -174,7 +177,8 @@ def _part(who: str, data: Any) -> Part:
         )
     if len(set(sizes)) > 1:
         counts = f"{sizes[0]} examples and {sizes[1]} labels" if len(sizes) == 2 else f"tensors of {sizes[:8]} examples"
-        raise ConfigError(f"{who} has {counts}; they must be equal in number")
+        batches = "; for a list of batches give a function that returns it" if isinstance(data, list) else ""
+        raise ConfigError(f"{who} has {counts}; they must be equal in number{batches}")
     return Part(tensors, np.arange(sizes[0]))
 
 

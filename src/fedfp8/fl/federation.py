@@ -171,14 +171,6 @@ def from_tensors(config: Config, model: nn.Module, clients: Sequence[Any], test:
 
 def from_task(config: Config, task: Task) -> Federation:
     """A federation of your own; what does not fit together is said here, before anything is trained."""
-    if not isinstance(task.model, nn.Module):
-        raise ConfigError(f"model is a {type(task.model).__name__}; give an nn.Module, an instance and not its class")
-    if not any(p.requires_grad for p in task.model.parameters()):
-        raise ConfigError("no parameter of the model has requires_grad=True; there is nothing to train")
-    if not len(task.clients):
-        raise ConfigError("no clients were given; pass a list with the data of each client, e.g. (x, y)")
-    if task.transform is not None and not callable(task.transform):
-        raise ConfigError(f"transform is {task.transform!r}; give a function transform(batch, generator, train)")
     with one_thread(), seeded(derive_seed(config.seed, "probe")):
         clients = sources({f"client {k}": data for k, data in enumerate(task.clients)})
         (test,) = sources({"the test set": task.test})
@@ -208,7 +200,7 @@ def _fitted(federation: Federation, task: Task, model: nn.Module) -> Federation:
         raise
     except Exception as error:
         raise RunError(
-            f"loss and model cannot take a batch of the test set: {type(error).__name__}: {error}"
+            f"loss(model, batch) failed on a batch of the test set: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -5,11 +5,12 @@ import math
 import torch
 from torch import nn
 
-from fedfp8.errors import DataError
+from fedfp8.errors import DataError, QuantizationError
 from fedfp8.fl.config import Config, LocalConfig
 from fedfp8.fl.examples import Batch, leaves, minibatches
 from fedfp8.fl.federation import Federation
 from fedfp8.fl.repeatable import one_thread, seeded
+from fedfp8.fl.task import Objective
 from fedfp8.nn import parameter_groups
 
 __all__ = ["learning_rate", "local_update", "minibatches", "one_thread"]
@@ -37,7 +38,7 @@ def local_update(
     with seeded(rng.initial_seed()):  # dropout, and what a user's own data draws
         for batch in federation.batches(client, local, rng):
             optimizer.zero_grad(set_to_none=True)
-            loss = federation.objective.loss(model, batch)
+            loss = _loss(federation.objective, model, batch)
             loss.backward()
             for parameter, start in anchor:
                 if parameter.grad is not None:
@@ -51,10 +52,21 @@ def local_update(
     return total / max(steps, 1)
 
 
+def _loss(objective: Objective, model: nn.Module, batch: Batch) -> torch.Tensor:
+    try:
+        return objective.loss(model, batch)
+    except QuantizationError as error:  # an FP8 layer met NaN before there was a loss
+        raise DataError("the client's data holds NaN or Inf") if _is_damaged(batch) else error from None
+
+
+def _is_damaged(batch: Batch) -> bool:
+    return any(not bool(t.isfinite().all()) for t in leaves(batch) if t.is_floating_point())
+
+
 def _why(loss: float, step: int, batch: Batch) -> str:
     """The cause of a loss that is no number."""
     what = f"the loss is {loss} in step {step}"
-    if any(not bool(t.isfinite().all()) for t in leaves(batch) if t.is_floating_point()):
+    if _is_damaged(batch):
         return f"{what}: the client's data holds NaN or Inf"
     return (
         f"{what}, though its batch holds neither NaN nor Inf: training diverged; lower local.lr or set local.clip_norm"

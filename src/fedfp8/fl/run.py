@@ -20,6 +20,7 @@ from torch import nn
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config, cohort_size
+from fedfp8.fl.export import rounded_state
 from fedfp8.fl.federation import FP32, Federation, build, from_task
 from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
 from fedfp8.fl.pool import Pool, pool_of, refuse_in_worker
@@ -60,13 +61,17 @@ class History:
             raise RunError(f"this run reports {self.summary['metric']['name']}, not accuracy; use history.metric")
         return float(self.summary["accuracy"])
 
-    def model(self) -> nn.Module:
-        """The trained model as plain layers with float weights, in the class it was given in."""
+    def model(self, *, rounded: bool = False) -> nn.Module:
+        """The trained model as plain layers, in the class it was given in.
+
+        Weights are floats or, with `rounded`, the FP8 values that the forward pass uses, as in `fedfp8.restore`.
+        """
+        state = rounded_state(self.state) if rounded else self.state
         model = copy.deepcopy(self.start)
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
-                if name in self.state:
-                    tensor.copy_(self.state[name])
+                if name in state:
+                    tensor.copy_(state[name])
         return model.eval()
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -21,12 +22,18 @@ from fedfp8.errors import ConfigError, DataError, RunError
 from fedfp8.fl.config import Config, DataConfig, ModelConfig
 from fedfp8.fl.examples import Batch, batch_size
 from fedfp8.fl.presets import preset
+from fedfp8.nn import FP8Layer
 
 __all__ = ["OWN", "Metric", "Objective", "Task", "complete", "objective_for", "own_config", "task_of"]
 
 OWN = "own"  # the preset of runs on a user's own task
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 Score = Callable[[nn.Module, Batch], tuple[float, float]]
+SIGNATURES = {  # arguments and result of a task's functions
+    "loss": ("model, batch", "one number to minimise"),
+    "metric": ("model, batch", "(value, weight)"),
+    "transform": ("batch, generator, train", "a batch"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,35 @@ class Task:
     skip: Any = ()
     name: str = ""
 
+    def __post_init__(self) -> None:
+        """What can be said before the data is looked at."""
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(
+                f"model is a {type(self.model).__name__}; give an nn.Module, an instance and not its class"
+            )
+        if any(isinstance(module, FP8Layer) for module in self.model.modules()):
+            raise ConfigError("the model is prepared already, which the run does itself; give fedfp8.restore(model)")
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ConfigError("no parameter of the model has requires_grad=True; there is nothing to train")
+        for name in ("loss", "metric", "transform"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Metric) and not callable(given):
+                arguments, result = SIGNATURES[name]
+                raise ConfigError(f"{name} is {given!r}; give a function {name}({arguments}) that returns {result}")
+        self._check_clients()
+
+    def _check_clients(self) -> None:
+        clients: Any = self.clients
+        if isinstance(clients, Mapping):
+            raise ConfigError(f"clients is a {type(clients).__name__}; give a list: list(clients.values())")
+        if not (hasattr(clients, "__len__") and hasattr(clients, "__getitem__")):
+            raise ConfigError(f"clients is a {type(clients).__name__}; give a list with the data of each client")
+        if not len(clients):
+            raise ConfigError("no clients were given; pass a list with the data of each client, e.g. (x, y)")
+        bare = all(isinstance(client, torch.Tensor | np.ndarray) for client in clients)
+        if bare and isinstance(clients, tuple) and isinstance(self.test, tuple | list):
+            raise ConfigError("clients is a tuple of tensors; give a list with the data of each client: [(x, y), ...]")
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -76,7 +112,7 @@ class Objective:
             return float(value), float(weight)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"the metric {self.metric.name} gave {found!r}; it must give (value, weight) of a batch, "
+                f"{self.metric.name}(model, batch) gave {found!r}; a metric must give (value, weight) of a batch, "
                 "e.g. (value, number of examples)"
             ) from None
 
@@ -87,14 +123,15 @@ class Classification(Objective):
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[float, float, float, int]:
         x, y = batch
         scores = model(x)
-        return int((scores.argmax(1) == y).sum()), len(y), float(F.cross_entropy(scores, y, reduction="sum")), len(y)
+        loss = F.cross_entropy(scores, y.long(), reduction="sum")
+        return int((scores.argmax(1) == y).sum()), len(y), float(loss), len(y)
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
     x, y = batch
     scores = model(x)
     try:
-        return F.cross_entropy(scores, y)
+        return F.cross_entropy(scores, y.long())
     except IndexError:
         raise DataError(_label_text(y, scores.shape[1])) from None
 
@@ -165,9 +202,10 @@ def _output(model: nn.Module, x: torch.Tensor) -> Any:
         with torch.no_grad():
             return model(x)
     except Exception as error:
+        hint = "" if x.is_floating_point() else ". Integers stay integers: if it takes floats, convert x beforehand"
         raise RunError(
             f"the model cannot take inputs of {x.dtype} and shape {tuple(x.shape)} from the test set: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{hint}"
         ) from error
 
 
@@ -180,24 +218,26 @@ def _advice(model: nn.Module, batch: Batch) -> str:
     if not _is_pair(batch):
         return f"batches are not pairs (x, y); give {start}... (one number, from the model and the batch)"
     x, y = batch
-    if y.is_floating_point():
-        return f"y is {y.dtype}; for regression give {start}torch.nn.functional.mse_loss(model(batch[0]), batch[1])"
     scores = _output(model, x)
     shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+    functional = f"{start}torch.nn.functional."
+    if y.is_floating_point():
+        fit = "" if shape == tuple(y.shape) else ".view_as(batch[1])"  # else (N, 1) and (N,) become (N, N)
+        return f"y is {y.dtype}; for regression give {functional}mse_loss(model(batch[0]){fit}, batch[1])"
     found = f"for y of shape {tuple(y.shape)} and {y.dtype} the model gives {shape}, not a score for each class; give "
     if y.ndim > 1 and isinstance(shape, tuple) and shape[:-1] == tuple(y.shape):
-        return f"{found}{start}cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())"
+        return f"{found}{functional}cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())"
     if y.ndim > 1 and isinstance(shape, tuple) and (shape[0], *shape[2:]) == tuple(y.shape):
-        return f"{found}{start}cross_entropy(model(batch[0]), batch[1])"
+        return f"{found}{functional}cross_entropy(model(batch[0]), batch[1])"
     if y.ndim == 1 and shape in ((len(y),), (len(y), 1)):
-        return f"{found}{start}binary_cross_entropy_with_logits(model(batch[0]).flatten(), batch[1].float())"
+        return f"{found}{functional}binary_cross_entropy_with_logits(model(batch[0]).flatten(), batch[1].float())"
     return f"{found}{start}... (one number, from the model and the batch)"
 
 
 def own_config(config: Config, task: Task) -> Config:
     """`config` as it is recorded: whose run it is. Settings that would be ignored are refused."""
     model = type(task.model).__name__
-    clients = replace(config.clients, count=max(len(task.clients), 1))
+    clients = replace(config.clients, count=len(task.clients))
     name = task.name or config.name or model
     own = replace(
         config, preset=OWN, name=name, data=DataConfig(name=OWN), model=ModelConfig(name=model), clients=clients

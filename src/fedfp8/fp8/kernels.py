@@ -230,9 +230,41 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
 
 @kernel
 def sum_of_squares(x, partial):
-    """In float64 and strictly in order: equal on every machine, since step sizes are made from it."""
-    for chunk in range(partial.size):
+    """In float64 and strictly in order: equal on every machine, since step sizes are made from it.
+
+    Four chunks at a time, since each addition of a sum waits for the one before.
+    """
+    fours = x.size // (4 * CHUNK)
+    for four in range(fours):
+        group = x[4 * four * CHUNK :]
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0
+        for i in range(CHUNK):
+            a += np.float64(group[i]) * np.float64(group[i])
+            b += np.float64(group[i + CHUNK]) * np.float64(group[i + CHUNK])
+            c += np.float64(group[i + 2 * CHUNK]) * np.float64(group[i + 2 * CHUNK])
+            d += np.float64(group[i + 3 * CHUNK]) * np.float64(group[i + 3 * CHUNK])
+        partial[4 * four], partial[4 * four + 1], partial[4 * four + 2], partial[4 * four + 3] = a, b, c, d
+    for chunk in range(4 * fours, partial.size):
         total = 0.0
         for value in x[chunk * CHUNK : (chunk + 1) * CHUNK]:
             total += np.float64(value) * np.float64(value)
         partial[chunk] = total
+
+
+@kernel
+def largest_bits(x):
+    """Of the float32 bits in x without their signs: those of the largest magnitude, above those of Inf for a NaN."""
+    top = np.uint32(0)
+    for i in range(x.size):
+        top = max(top, np.uint32(x[i] & np.uint32(0x7FFFFFFF)))
+    return top
+
+
+@kernel
+def narrow(k, out):
+    """int32 to the narrower integers of `out`; False if they do not fit."""
+    bad = np.int32(0)
+    for i in range(k.size):
+        out[i] = k[i]
+        bad |= k[i] ^ np.int32(out[i])
+    return bad == 0

@@ -7,6 +7,7 @@ The random bits of an element are a hash of key + WEYL * index: a piece that beg
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -35,6 +36,7 @@ def random_keys(seed: int) -> Keys:
     return np.uint32(z & 0xFFFFFFFF), np.uint32(z >> 32)
 
 
+@lru_cache(maxsize=4096)
 def dither_keys(seed: int, place: int = 0, strata: int = 1) -> Keys:
     """The keys of `dither`: those of the seed, and the turn, place / strata of a cell, that is added to the hash."""
     if not (1 <= index(strata) <= STRATA_MAX and 0 <= index(place) < strata):
@@ -46,8 +48,8 @@ def dither_keys(seed: int, place: int = 0, strata: int = 1) -> Keys:
 
 def _pieces(n: int) -> list[tuple[int, int]]:
     """Equal shares of n elements, a multiple of ALIGNED long, so that partial sums are the same for every number."""
-    count = min(torch.get_num_threads(), n // SMALLEST_PIECE)
-    if count <= 1:
+    count = 1 if n < 2 * SMALLEST_PIECE else min(torch.get_num_threads(), n // SMALLEST_PIECE)
+    if count == 1:
         return [(0, n)]
     length = -(-n // (count * ALIGNED)) * ALIGNED
     return [(start, min(start + length, n)) for start in range(0, n, length)]

@@ -12,6 +12,7 @@ and ``fake_quantize_backward``: alpha is a tensor there, read when the graph run
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def _operator(
     value = alpha.item()
     if value == 0.0:
         return x.clone()
-    return quantize(x, value, Format(exponent_bits, mantissa_bits), rounding=_rounding(seed), seed=seed)
+    return quantize(x, value, _format(exponent_bits, mantissa_bits), rounding=_rounding(seed), seed=seed)
 
 
 @torch.library.impl("fedfp8::fake_quantize_backward", "default")
@@ -97,11 +98,15 @@ def _operator_backward(
     g: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, exponent_bits: int, mantissa_bits: int, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     value = alpha.item()
-    gx: torch.Tensor = g
-    galpha: float | torch.Tensor = 0.0
-    if value != 0.0:
-        gx, galpha = gradients(x, g, value, Format(exponent_bits, mantissa_bits), _rounding(seed), seed)
-    return torch.empty_like(x).copy_(gx), like(alpha, galpha)
+    if value == 0.0:
+        return torch.empty_like(x).copy_(g), torch.zeros_like(alpha)
+    gx, galpha = gradients(x, g, value, _format(exponent_bits, mantissa_bits), _rounding(seed), seed)
+    if gx.stride() != x.stride():  # x has gaps or overlaps, and a result like it has not
+        gx = torch.empty_like(x).copy_(gx)
+    return gx, like(alpha, galpha)
+
+
+_format = lru_cache(Format)
 
 
 def _rounding(seed: int | None) -> str:

@@ -161,6 +161,11 @@ def _choose(model: nn.Module, skip: tuple[Skip, ...]) -> tuple[list[tuple[str, A
                 f"the model is already prepared ({name or 'the model itself'} is a {type(module).__name__}); "
                 "prepare it once, and use set_rounding to change how it rounds"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise QuantizationError(
+                f"{name or 'the model'} is TorchScript, whose layers cannot be swapped; give the nn.Module that it was "
+                "made from"
+            )
         if type(module) in UNFUSED:
             fused.append(module)
         elif type(module) in TWINS and (type(module) is MatMul or _weights(module)):

@@ -56,8 +56,7 @@ class Reference:
     values: np.ndarray
     rms: float  # for dithered tensors, else 0
 
-    def piece(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Some of the values; `out` is for those that have to be computed."""
+    def piece(self, start: int, stop: int) -> np.ndarray:
         return self.values[start:stop]
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "SCALES",
     "SHAPES",
     "TOKENS",
+    "Costs",
     "Intervals",
     "costs_of",
     "intervals_of",
@@ -89,12 +90,13 @@ def _intervals(position: np.ndarray, cell: np.ndarray, width: float) -> Interval
     return Intervals(lo, hi, cell, width)
 
 
-def narrow_of(intervals: Intervals, scale: int) -> np.ndarray:
+@lru_cache(maxsize=1024)
+def narrow_of(format: Format | None, scale: int) -> np.ndarray:
     """For each context, whether updates are so much smaller than its cell that large steps just escape.
 
     A token that never comes still takes a 2**16th: where hardly anything moves, forty of them would show.
     """
-    narrow = np.zeros(256, dtype=np.bool_)
+    intervals, narrow = intervals_of(format), np.zeros(256, dtype=np.bool_)
     narrow[: PLACES * len(intervals.cell)] = np.repeat(sigma_of(intervals, scale) < NARROW, PLACES)
     return narrow
 
@@ -121,16 +123,32 @@ def prior_of(format: Format | None, shape: int, scale: int) -> tuple[np.ndarray,
     return prior, row
 
 
-@lru_cache(maxsize=128)
-def costs_of(format: Format | None, shape: int, scale: int) -> np.ndarray:
-    """Cost of [context * TOKENS + token] under a prior, in 1/256 bits: 32 KB, kept for other tensors and rounds."""
-    intervals = intervals_of(format)
-    places = np.full(len(intervals.cell), PLACES, dtype=np.int64)
-    prior = np.empty((PLACES * len(places), TOKENS), dtype=np.uint32)
-    first, table = PLACES * np.arange(len(places)), SHAPES[shape]
-    sigma = sigma_of(intervals, scale)
-    kernels.prior(intervals.lo, intervals.hi, sigma, first, places, intervals.width, table, PER_UNIT, prior)
-    return LOG2[np.minimum(prior, 65535)].astype(np.uint16).reshape(-1)
+class Costs:
+    """table[shape, scale - SCALES[0], context * TOKENS + token]: the cost under a prior, in 1/256 bits.
+
+    Made where a search looks, and kept for other tensors and rounds: up to 32 KB a shape and scale, some 50 of them.
+    """
+
+    def __init__(self, format: Format | None) -> None:
+        self.intervals = intervals_of(format)
+        self.places = np.full(len(self.intervals.cell), PLACES, dtype=np.int64)
+        self.table = np.zeros((len(SHAPES), len(SCALES), PLACES * len(self.places) * TOKENS), np.uint16)
+        self.made = np.zeros(self.table.shape[:2], np.bool_)
+
+    def make(self, number: int) -> None:
+        """The table number shape * len(SCALES) + scale - SCALES[0]. Threads that make the same make it equal."""
+        shape, at = divmod(number, len(SCALES))
+        intervals, prior = self.intervals, np.empty((PLACES * len(self.places), TOKENS), dtype=np.uint32)
+        sigma, first = sigma_of(intervals, SCALES[at]), PLACES * np.arange(len(self.places))
+        lo, hi, width = intervals.lo, intervals.hi, intervals.width
+        kernels.prior(lo, hi, sigma, first, self.places, width, SHAPES[shape], PER_UNIT, prior)
+        self.table[shape, at] = LOG2[np.minimum(prior, 65535)].reshape(-1)
+        self.made[shape, at] = True
+
+
+@lru_cache(maxsize=16)
+def costs_of(format: Format | None) -> Costs:
+    return Costs(format)
 
 
 def sigma_of(intervals: Intervals, scale: int) -> np.ndarray:

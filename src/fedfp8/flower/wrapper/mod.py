@@ -63,7 +63,7 @@ class Received:
 
     def __init__(self, payload: bytes, held: bytes, start: Any) -> None:
         self.link = ClientLink(start=arrays_of(start), held=held, arrays="numpy")
-        arrays = self.link.receive(payload)
+        arrays = self.link.receive(payload, copy=False)
         self.shapes = {name: array.shape for name, array in arrays.items()}
         self.record = ArrayRecord({name: array_of(array) for name, array in arrays.items()})
 
