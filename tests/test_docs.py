@@ -169,10 +169,10 @@ def test_the_new_model_of_the_guide_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     from torch import nn
 
     import fedfp8
-    from fedfp8.models import MODELS, Model
+    from fedfp8.models import MODELS, Network
 
     made, entry = python_blocks("docs/guides/new-model.md")
-    names: dict[str, Any] = {"nn": nn, "Model": Model}
+    names: dict[str, Any] = {"nn": nn, "Network": Network}
     exec(made, names)
     for name, model in eval(f"{{{entry}}}", names).items():
         monkeypatch.setitem(MODELS, name, model)
