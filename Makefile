@@ -58,8 +58,9 @@ $(VENV)/docs.stamp: pyproject.toml constraints.txt
 docs: $(VENV)/docs.stamp   ## the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict && echo "build/site/index.html"
 
-bench: $(VENV)/dev.stamp   ## all benchmark tables of docs/benchmarks.md (half an hour; some: fedfp8 bench --only numerics)
+bench: $(VENV)/dev.stamp   ## all benchmark tables, kept and put into the docs (ten minutes; some: fedfp8 bench --only wire)
 	@OMP_NUM_THREADS=1 $(BIN)/fedfp8 bench
+	@$(BIN)/fedfp8 bench --docs docs/benchmarks.md --docs docs/million-clients.md
 
 fuzz: $(VENV)/dev.stamp    ## ten minutes of coverage-guided fuzzing of the decoder (atheris)
 	@$(PIP) install -q --progress-bar off atheris

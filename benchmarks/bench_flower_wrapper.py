@@ -10,6 +10,7 @@ of a process of its own for each row. Set OMP_NUM_THREADS=1: threads that wait f
 import argparse
 import json
 import logging
+import os
 import resource
 import statistics
 import subprocess
@@ -35,9 +36,9 @@ CASES: dict[str, list[tuple[int, ...]]] = {
 
 
 def model(case: str) -> ArrayRecord:
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     shapes = enumerate(CASES[case])
-    return ArrayRecord({f"layer{n}.weight": Array(dice.normal(size=s).astype(np.float32)) for n, s in shapes})
+    return ArrayRecord({f"layer{n}.weight": Array(rng.normal(size=s).astype(np.float32)) for n, s in shapes})
 
 
 def client_app(mods: list[Any]) -> ClientApp:
@@ -45,11 +46,11 @@ def client_app(mods: list[Any]) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
-        dice = np.random.default_rng(context.node_id)
+        rng = np.random.default_rng(context.node_id)
         new = {}
         for name, array in message.content.array_records["arrays"].items():
             values = array.numpy()
-            values += 0.01 * dice.standard_normal(values.shape, dtype=np.float32)
+            values += 0.01 * rng.standard_normal(values.shape, dtype=np.float32)
             new[name] = Array(values)
         metrics = MetricRecord({"num-examples": 1})
         return Message(RecordDict({"arrays": ArrayRecord(new), "metrics": metrics}), reply_to=message)
@@ -65,14 +66,15 @@ def make(kind: str) -> tuple[Strategy, LocalGrid]:
 
 
 def bench(case: str, rounds: int) -> dict[str, Any]:
-    arrays, seconds = {}, {"plain": [], "fp8": []}
+    arrays, seconds, wall = {}, {"plain": [], "fp8": []}, {"plain": [], "fp8": []}
     pairs = {kind: make(kind) for kind in seconds}
     for number in range(rounds + 2):
         for kind, (strategy, grid) in pairs.items():
-            begin = time.process_time()
+            begin, began = time.process_time(), time.perf_counter()
             result = strategy.start(grid, arrays.get(kind) or model(case), num_rounds=1)
             if number >= 2:  # the first whole model, kernels, caches
                 seconds[kind].append(time.process_time() - begin)
+                wall[kind].append(time.perf_counter() - began)
             arrays[kind] = result.arrays
     weights = sum(int(np.prod(shape)) for shape in CASES[case])
     median = {kind: statistics.median(values) for kind, values in seconds.items()}
@@ -81,7 +83,10 @@ def bench(case: str, rounds: int) -> dict[str, Any]:
     return {
         "weights": weights,
         "tensors": len(CASES[case]),
+        "load": os.getloadavg()[0],
         **{f"seconds_{kind}": value for kind, value in median.items()},
+        **{f"wall_seconds_{kind}": statistics.median(values) for kind, values in wall.items()},
+        "ratio": median["fp8"] / median["plain"],
         "ms_per_client_and_million": 1e3 * extra / (weights / 1e6),
         "ms_per_client_and_tensor": 1e3 * extra / len(CASES[case]),
         "times_fewer_bytes": bytes_sent["plain"] / bytes_sent["fp8"],

@@ -1,11 +1,16 @@
 """The link layer: what a server and a client spend on exchanging a model, and what the server remembers.
 
     python benchmarks/bench_link.py [--weights 1000000] [--json]
+    python benchmarks/bench_link.py --large 100000000
+
+Times are processor time, which other work on the machine disturbs least.
 
 - server: milliseconds per client and million weights, downlink coded given what the client holds, uplink decoded and
   moved into the server's frame (budget: 20), and per direction in MB/s of float32 weights (budget: 100);
 - client: the same for decoding a model and coding a reply;
-- memory and disk of the server for 10 and for 10,000 logical clients.
+- memory and disk of the server for 10 and for 10,000 logical clients;
+- `--large`: one client of a large model for two rounds, step by step: seconds, bytes sent, and the memory of the
+  process, which is server, client and the program's own model together (Linux).
 """
 
 import argparse
@@ -13,6 +18,9 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +49,10 @@ def exchange(weights: int, wire: str) -> dict[str, float]:
     for round in range(ROUNDS):
         server.open(state, range(COHORT))
         for name, client in enumerate(clients):
-            marks = [time.perf_counter()]
+            marks = [time.process_time()]
 
             def lap(what: str, marks: list[float] = marks, round: int = round) -> None:
-                marks.append(time.perf_counter())
+                marks.append(time.process_time())
                 if round:
                     times[what].append(marks[-1] - marks[-2])
 
@@ -53,7 +61,7 @@ def exchange(weights: int, wire: str) -> dict[str, float]:
             received = client.receive(message)
             lap("client decode")
             local = moved(received, 0.002, generator)
-            marks.append(time.perf_counter())
+            marks.append(time.process_time())
             reply = client.reply(local)
             lap("client code")
             server.receive(name, reply)
@@ -71,12 +79,66 @@ def remembered(clients: int, weights: int) -> dict[str, float]:
     return {"kB of who holds what": len(json.dumps(server.meta())) / 1e3, "MB of models": server.history.size() / 1e6}
 
 
+def large(weights: int) -> Iterator[dict[str, Any]]:
+    """Two rounds with one client, a row a step."""
+    generator = torch.Generator().manual_seed(0)
+    side = 1000
+    layers = range(max(weights // side**2, 1))
+    state = {f"layer{n}.weight": torch.randn(side, side, generator=generator) * 0.03 for n in layers}
+    weights = len(layers) * side**2
+    server, client = ServerLink("dq", seed=1), ClientLink(held=b"")
+    row: dict[str, Any] = {}
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, marks = memory("VmRSS"), (time.process_time(), time.perf_counter())
+        yield
+        row.clear()
+        row.update({"step": name, "processor seconds": time.process_time() - marks[0]})
+        row["seconds"] = time.perf_counter() - marks[1]
+        row["peak memory, bytes a weight"] = memory("VmHWM") / weights
+        row["above what it was before"] = (memory("VmHWM") - before) / weights
+
+    for number in (1, 2):
+        with step(f"round {number}: open"):
+            server.open(state, ["one"])
+        yield row
+        with step(f"round {number}: server codes"):
+            message = server.message("one")
+        yield row | {"MB": len(message) / 1e6}
+        with step(f"round {number}: client decodes"):
+            local = client.receive(message)
+        yield row
+        for tensor in local.values():
+            tensor += 0.002 * torch.randn(tensor.shape, generator=generator)
+        with step(f"round {number}: client codes"):
+            reply = client.reply(local)
+        yield row | {"MB": len(reply) / 1e6}
+        del local
+        with step(f"round {number}: server decodes"):
+            state = server.receive("one", reply)
+        yield row
+
+
+def memory(field: str) -> int:
+    """Bytes, of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=int, default=1_000_000)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--large", type=int, metavar="WEIGHTS", help="one client of a model this large, step by step")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.large:
+        print(f"load {os.getloadavg()[0]:.1f}", flush=True)
+        for row in large(arguments.large):
+            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        return
     rows: list[dict[str, Any]] = []
     for wire in ("dq", "fp8"):
         times, megabytes = exchange(arguments.weights, wire), 4 * arguments.weights / 1e6

@@ -24,6 +24,8 @@ from nvflare.apis.filter import Filter
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
+from fedfp8.text import markdown_table
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "nvflare-quickstart"
 
 
@@ -114,14 +116,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", default="", help="rows whose names match this pattern")
     arguments = parser.parse_args()
-    table, plain = ["| filters | down, bytes | up, bytes | of plain | accuracy |", "|---|---|---|---|---|"], 0
+    rows, plain = [], 0
     for name in ROWS:
         if re.search(arguments.only, name):
             with tempfile.TemporaryDirectory() as folder:
                 accuracy, down, up = run(name, arguments.rounds, Path(folder))
             plain = plain or down + up
-            table.append(f"| {name} | {down:,} | {up:,} | {100 * (down + up) / plain:.1f} % | {100 * accuracy:.1f} % |")
-    print("\n".join(table))
+            share = (down + up) / plain
+            rows.append([name, f"{down:,}", f"{up:,}", f"{100 * share:.1f} %", f"{100 * accuracy:.1f} %"])
+    print(markdown_table(["filters", "down, bytes", "up, bytes", "of plain", "accuracy"], rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/bench_wire.py [--elements N] [--json]          synthetic pairs and speed
     python benchmarks/bench_wire.py --run DIR                        real pairs, from a run folder of method uq
 
-The entropy is that of the step from the prediction with known dice, given (16 exponents | 3 classes of |reference|) x
+The entropy is that of the step from the prediction with known random bits, given (16 exponents | 3 classes of
+|reference|) x
 16 places in the cell. It is counted on the coded tensor itself, so it is too low by about (cells - contexts) / (2 ln 2)
 bits (Miller and Madow): `entropy` is the plain count, `corrected` adds that back. The budget is 3 % + 200 bytes over
 the plain one. Speeds are CPU time of one thread, one code counted as one byte, best of several runs.
@@ -61,9 +62,9 @@ def synthetic(n: int, seed: int = 0) -> Iterator[tuple[str, QuantState, State]]:
         yield f"dithered, step {kappa} rms of the change", q, one(received, alpha)
 
 
-def entropy(plan: codec.Plan, codes: np.ndarray, dice: bool = True) -> tuple[float, float]:
+def entropy(plan: codec.Plan, codes: np.ndarray, random: bool = True) -> tuple[float, float]:
     """(plain, corrected) empirical entropy, in bits for the whole tensor."""
-    predictor = steps.Predictor(plan, plan.references[0] if plan.references else None, dice)
+    predictor = steps.Predictor(plan, plan.references[0] if plan.references else None, random)
     contexts, moves = [], []
     for piece in stream.pieces(plan.size):
         pred, ctx = predictor(piece.start, piece.stop)
@@ -92,7 +93,7 @@ def rates(q: QuantState, reference: State) -> Iterator[dict[str, Any]]:
             continue
         codes = q.codes[plan.name].numpy()
         mode, data = codec.encode(plan, codes, True)
-        plain, corrected = entropy(plan, codes, plan.dice and not mode & codec.NO_DICE)
+        plain, corrected = entropy(plan, codes, plan.random and not mode & codec.NO_RANDOM_BITS)
         bits = 8 * (len(data) + 1 + len(wire.container.varint(len(data))))
         yield {
             "tensor": plan.name,
@@ -150,8 +151,8 @@ def real_pairs(path: Path) -> Iterator[tuple[str, QuantState, State]]:
     down = quantize_down(server.state, entry, wire, 0, config.seed)
     received = dequantize_state(down)
     load_state(model, received)
-    dice = generator(config.seed, "train", round, client)
-    local_update(model, federation, client, config.local, learning_rate(config, round), dice)
+    rng = generator(config.seed, "train", round, client)
+    local_update(model, federation, client, config.local, learning_rate(config, round), rng)
     trained = state_of(model)
     yield "up, fp8", quantize_state(trained, seed=7), received
     for kappa in STEPS:

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 
 from fedfp8 import Wire, dither, inspect, undither
 from fedfp8.fl import preset
-from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.client import Assignment, Reply
 from fedfp8.fl.federation import build
 from fedfp8.fl.pool import Executor
 from fedfp8.fl.simulate import Server, run_round
@@ -67,17 +67,17 @@ class Watching:
         self.executor, self.bits = executor, defaultdict(float)
         self.weights = 0
 
-    def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        for task in tasks:
+    def train(self, assignments: Iterator[Assignment]) -> Iterator[Reply]:
+        for assignment in assignments:
             start = self.executor.client.start
             named = [
                 "start" if f == start.fingerprint else "last received"
-                for f in header(task.payload).reference_fingerprints
+                for f in header(assignment.payload).reference_fingerprints
             ]
-            for row in inspect(task.payload, start.layout).rows or ():
+            for row in inspect(assignment.payload, start.layout).rows or ():
                 self.bits[given(row.mode, named)] += 8 * row.bytes
                 self.weights += row.elements
-            yield self.executor(task)
+            yield self.executor(assignment)
 
 
 def given(mode: str, named: list[str]) -> str:

@@ -103,7 +103,7 @@ def fenced(text: str, suffix: str) -> str:
 def api() -> str:
     import fedfp8
 
-    more = {"fedfp8.nn": "report set_rounding", "fedfp8.fl": "with_method with_settings to_toml"}
+    more = {"fedfp8.nn": "report set_rounding", "fedfp8.fl": "with_method with_settings to_toml Pool"}
     more |= {"fedfp8.flower": "fp8_mod fp8_mod_with FP8 FP8FedAvg", "fedfp8.data": "load partition transform_for"}
     more |= {"fedfp8.nvflare": "add_to"}
     parts = [
@@ -157,8 +157,9 @@ def pairs(values: dict[str, Any]) -> str:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    from fedfp8.text import markdown_table
+
+    return markdown_table(head, rows) + "\n"
 
 
 def commands() -> str:

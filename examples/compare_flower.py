@@ -2,7 +2,7 @@
 
     python examples/compare_flower.py [--rounds 15] [--runs 10]
 
-Needs ``pip install "fedfp8[flower,digits]"``; two minutes. The dice of the wrapped app are new in every run,
+Needs ``pip install "fedfp8[flower,digits]"``; two minutes. The random bits of the wrapped app are new in every run,
 so its accuracy differs a little from time to time. Bytes are those of all Arrays of all messages.
 """
 
@@ -37,7 +37,8 @@ def run(folder: str, rounds: int, seed: int) -> tuple[dict[str, int], list[float
     torch.manual_seed(seed)
     random.seed(seed)
     with tempfile.TemporaryDirectory() as out:
-        settings: dict[str, Any] = {"num-rounds": rounds, "local-epochs": 2, "lr": 0.05, "out": f"{out}/rounds.json"}
+        settings: dict[str, Any] = {"nodes": CLIENTS, "num-rounds": rounds, "local-epochs": 2, "lr": 0.05}
+        settings["out"] = f"{out}/rounds.json"
         grid = LocalGrid(client, CLIENTS, settings)
         grid.serve(server, settings)
         found = json.loads(Path(settings["out"]).read_text())

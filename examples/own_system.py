@@ -3,12 +3,13 @@
 python examples/own_system.py            # a server and three clients as processes; one of them is killed and comes back
 """
 
-import sys
+import multiprocessing
+import socket
 import tempfile
-import urllib.request as web
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from subprocess import PIPE, Popen
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import torch
 from torch import nn
@@ -16,66 +17,60 @@ from torch import nn
 import fedfp8
 
 
-def client(name: str, folder: str) -> None:
-    """Serves one client: POST /train takes a message of the server and answers with its update."""
+def client(number: int, folder: str, listener: socket.socket) -> None:
     link, model = fedfp8.ClientLink(store=folder), nn.Linear(64, 10)
-    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(int(name)))
-    y = x[:, :10].argmax(1)
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(number))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             try:
                 model.load_state_dict(link.receive(self.rfile.read(int(self.headers["Content-Length"]))))
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-                for _ in range(20):
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(model(x), y).backward()
-                    optimizer.step()
-                status, reply = 200, link.reply(model.state_dict())
-            except fedfp8.LostReference as lost:
-                status, reply = 409, str(lost).encode()
-            self.send_response(status)
+            except fedfp8.LostReference:
+                return self.send_error(409)
+            for _ in range(20):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+                optimizer.step()
+            self.send_response_only(200)
             self.end_headers()
-            self.wfile.write(reply)
+            self.wfile.write(link.reply(model.state_dict()))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    print(server.server_port, flush=True)
+    server = HTTPServer(listener.getsockname(), Handler, bind_and_activate=False)
+    server.socket = listener
     server.serve_forever()
 
 
-def start(name: str, folder: str) -> tuple[Popen, str]:
-    process = Popen([sys.executable, __file__, name, folder], stdout=PIPE, text=True)
-    return process, f"http://127.0.0.1:{process.stdout.readline().strip()}/train"
+def start(*arguments: object) -> multiprocessing.Process:
+    process = multiprocessing.get_context("spawn").Process(target=client, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    server, state, names = fedfp8.ServerLink("dq", seed=1), nn.Linear(64, 10).state_dict(), ["1", "2", "3"]
-    with tempfile.TemporaryDirectory() as folder:
-        clients = {name: start(name, f"{folder}/{name}") for name in names}
+def main(folder: str) -> None:
+    server, state = fedfp8.ServerLink("dq", seed=1), nn.Linear(64, 10).state_dict()
+    clients = {k: (k, f"{folder}/{k}", socket.create_server(("127.0.0.1", 0))) for k in (1, 2, 3)}
+    processes = {k: start(*clients[k]) for k in clients}
 
-        def exchange(item: tuple[str, bytes]) -> dict:
-            name, message = item
-            try:
-                reply = web.urlopen(clients[name][1], message).read()
-            except web.HTTPError:  # it lost the model it held: send the whole one
-                reply = web.urlopen(clients[name][1], server.resend(name)).read()
-            return server.receive(name, reply)
+    def exchange(k: int, message: bytes) -> dict:
+        url = f"http://127.0.0.1:{clients[k][2].getsockname()[1]}"
+        try:
+            return server.receive(k, urlopen(url, message).read())
+        except HTTPError:  # it has lost the model that this message builds on
+            return server.receive(k, urlopen(url, server.resend(k)).read())
 
-        for round in range(5):
-            if round == 3:  # killed and started again: its folder still holds the last model
-                clients["2"][0].kill()
-                clients["2"] = start("2", f"{folder}/2")
-            with ThreadPoolExecutor() as pool:
-                state = fedfp8.average(pool.map(exchange, server.broadcast(state, names).items()))
-            line = server.traffic[-1]
-            print(f"round {round + 1}: {sum(line['down'].values())} bytes down, {sum(line['up'].values())} up")
-        for process, _ in clients.values():
-            process.kill()
+    for round in range(1, 6):
+        if round == 4:  # killed and started again: what it was sent last is in its folder
+            processes[2].kill()
+            processes[2] = start(*clients[2])
+        messages = server.broadcast(state, list(clients))
+        with ThreadPoolExecutor() as pool:
+            state = fedfp8.average(pool.map(exchange, messages.keys(), messages.values()))
+        down, up = (sum(server.traffic[-1][way].values()) for way in ("down", "up"))
+        print(f"round {round}: {down} bytes down, {up} up")
 
 
 if __name__ == "__main__":
-    client(*sys.argv[1:]) if len(sys.argv) == 3 else main()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        main(folder)

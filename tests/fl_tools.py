@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedfp8.fl import Config, preset
-from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.client import Assignment, Reply
 from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.pool import Executor
 from fedfp8.fl.simulate import Record, Server, run_round
@@ -69,14 +69,14 @@ class Inline:
         self.down: list[bytes] = []
         self.up: list[bytes] = []
 
-    def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        for task in tasks:
-            self.down.append(task.payload)
-            reply = self.changed(task, self.executor(task))
+    def train(self, assignments: Iterator[Assignment]) -> Iterator[Reply]:
+        for assignment in assignments:
+            self.down.append(assignment.payload)
+            reply = self.changed(assignment, self.executor(assignment))
             self.up.append(reply.payload)
             yield reply
 
-    def changed(self, task: Task, reply: Reply) -> Reply:
+    def changed(self, assignment: Assignment, reply: Reply) -> Reply:
         return reply
 
 
@@ -86,10 +86,10 @@ def start(config: Config, folder: Path, federation: Federation | None = None) ->
     return federation, Server(0, initial), server_link(config, federation, initial, folder)
 
 
-def first_task(server: Server, link: ServerLink, client: int, cohort: tuple[int, ...] = ()) -> Task:
+def first_assignment(server: Server, link: ServerLink, client: int, cohort: tuple[int, ...] = ()) -> Assignment:
     """What `client` is told in round 1."""
     round = link.open(server.state, cohort or (client,))
-    return Task(1, client, round.payload(client), round.orders(client))
+    return Assignment(1, client, round.payload(client), round.orders(client))
 
 
 def rounds_with(

@@ -127,15 +127,34 @@ def test_two_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     assert f"Continue with: fedfp8 resume {folder}" in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("name", ["run", "compare"])
-def test_a_second_ctrl_c_still_says_how_to_go_on(name, fedfp8_command, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("run", "fedfp8 resume {}"),
+        ("compare", "The same command again continues where it was ({})"),
+        ("demo", "The same command begins anew ({})"),
+    ],
+)
+def test_a_second_ctrl_c_still_says_how_to_go_on(name, hint, fedfp8_command, tmp_path, monkeypatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedfp8.fl.run", interrupted)
-    code, _, err = fedfp8_command(name, "--workers", "0", "--out", str(tmp_path / "x"), *settings_of())
-    assert code == 130 and "Stopped at once" in err
-    assert (f"fedfp8 resume {tmp_path / 'x'}" if name == "run" else "The same command again continues") in err
+    options = [] if name == "demo" else settings_of()
+    code, _, err = fedfp8_command(name, "--workers", "0", "--out", str(tmp_path / "x"), *options)
+    assert code == 130 and "Stopped at once" in err and hint.format(tmp_path / "x") in err
+
+
+def test_how_to_go_on_is_the_last_thing_on_the_terminal(fedfp8_command, tmp_path, monkeypatch) -> None:
+    """What is printed while the lines of the runs are live comes above them."""
+
+    def left(*_: object) -> None:
+        print("(lines end)", file=sys.stderr)
+
+    monkeypatch.setattr("fedfp8.paper.reproduce.run_job", lambda *_, **__: False)
+    monkeypatch.setattr("fedfp8.cli.display.Display.__exit__", left)
+    code, _, err = fedfp8_command("compare", "--workers", "0", "--out", str(tmp_path), *settings_of())
+    assert code == 130 and err.startswith("(lines end)\nStopped. The same command again")
 
 
 def test_run_from_a_config_file(fedfp8_command, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`fedfp8 inspect`, `models`, `presets`, `settings`, `bench`, `reproduce --dry-run` and shell completion."""
+"""`fedfp8 inspect`, `models`, `presets`, `settings`, `reproduce --dry-run` and shell completion."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,6 @@ import pytest
 
 import fedfp8
 from fedfp8 import models
-from fedfp8.bench import numerics, tables
-from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl import PRESETS
 from fedfp8.paper import paper
 from fl_tools import tiny
@@ -93,34 +91,6 @@ def test_dry_run_of_a_reproduction_prints_the_plan_and_writes_nothing(fedfp8_com
     code, out, _ = fedfp8_command("reproduce", "figure3", "--dry-run", "--out", str(out_folder))
     assert code == 0 and "trains no network" in out and not out_folder.exists()
     assert "unknown experiment" in fedfp8_command("reproduce", "table9")[2]
-
-
-def test_bench_runs_what_is_asked_for_and_keeps_it(fedfp8_command, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(numerics, "run", lambda: numerics.run_size(1024, turns=3))
-    code, out, err = fedfp8_command("bench", "--only", "numerics", "--json", "--keep", str(tmp_path))
-    assert code == 0, err
-    content = json.loads(out)
-    assert {row["name"] for row in content["tables"]["numerics"]} >= {"copy_", "quantize", "undither"}
-    assert {"processor", "torch", "numba", "python", "commit", "date"} <= set(content["machine"])
-    assert json.loads((tmp_path / "numerics.json").read_text())["tables"].keys() == {"numerics"}
-    code, out, _ = fedfp8_command("bench", "--only", "numerics")
-    assert code == 0 and "quantize" in out and tables.TABLES["numerics"] in out
-    assert "unknown table 'nothing'" in fedfp8_command("bench", "--only", "nothing")[2]
-
-
-def test_bench_runs_all_tables_of_the_repository(tmp_path: Path) -> None:
-    """All names have a script in benchmarks/; outside of the repository only the package's own are run."""
-    scripts = Path(__file__).parents[1] / "benchmarks"
-    assert tables.chosen("", scripts) == list(tables.TABLES)
-    assert all((scripts / f"bench_{name}.py").exists() for name in tables.TABLES)
-    assert tables.chosen("", tmp_path) == ["numerics", "round"]
-    with pytest.raises(ConfigError, match="step needs the scripts"):
-        tables.chosen("step", tmp_path)
-    (tmp_path / "bench_step.py").write_text("import json, sys\nprint(json.dumps([{'given': sys.argv[1:]}]))")
-    assert tables.rows_of(tables.measure("step", tmp_path)) == [[{"given": ["--json"]}]]
-    (tmp_path / "bench_wire.py").write_text("raise SystemExit('no data')")
-    with pytest.raises(RunError, match="no data"):
-        tables.measure("wire", tmp_path)
 
 
 def test_the_shell_can_complete_commands_and_options(fedfp8_command, monkeypatch) -> None:

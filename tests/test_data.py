@@ -4,6 +4,8 @@ import hashlib
 import io
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.multiprocessing as mp
 from PIL import Image
 
-from fedfp8.data import Dataset, check, fetch, list_datasets, load
+from fedfp8.data import by_file, check, fetch, list_datasets, load
 from fedfp8.data import images as images_module
 from fedfp8.data.cache import cache_root, open_cached
 from fedfp8.data.spec import SPECS
@@ -301,23 +302,22 @@ def test_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
         open_cached("x", {}, lambda: ({"a": np.zeros(1)}, {}))
 
 
-def double_labels(data: Dataset, done):
-    data.train_y.mul_(2)
-    done.put(int(data.train_x.sum()))
+def test_a_cached_tensor_is_pickled_as_the_name_of_its_file(tiny):
+    data = load("cifar10", tiny[0])
+    pickled = pickle.dumps([by_file(data.train_x), by_file(data.train_y)])
+    assert len(pickled) < 1000 < data.train_x.nbytes
+    x, y = pickle.loads(pickled)
+    assert torch.equal(x, data.train_x) and torch.equal(y, data.train_y)
+    x.zero_()  # copy-on-write: nobody else sees it
+    assert torch.equal(pickle.loads(pickled)[0], data.train_x) and data.train_x.any()
+    assert by_file(x) == by_file(data.train_x)  # a worker may start others
 
 
-def test_shared_data_reaches_a_worker_without_a_copy():
-    data = load("digits").share()
-    assert all(t.is_shared() for t in (data.train_x, data.train_y, data.test_x, data.test_y))
-    assert data.share().train_x.data_ptr() == data.train_x.data_ptr()
-    before = data.train_y.clone()
-    context = mp.get_context("spawn")
-    done = context.SimpleQueue()
-    worker = context.Process(target=double_labels, args=(data, done))
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 0 and done.get() == int(data.train_x.sum())
-    assert torch.equal(data.train_y, 2 * before)  # the worker wrote into the same memory
+def test_a_tensor_without_a_file_is_pickled_as_it_is(tiny):
+    data = load("cifar10", tiny[0])
+    shutil.rmtree(cache_root())
+    for tensor in (data.train_x, data.train_x[3:], data.train_x + 1, load("digits").train_x):
+        assert torch.equal(pickle.loads(pickle.dumps(by_file(tensor))), tensor)
 
 
 def test_import_needs_no_optional_package():

@@ -42,9 +42,9 @@ def test_normalisation_is_the_textbook_formula():
 def test_crop_and_flip_equals_the_slow_way_image_by_image():
     x = torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8, generator=generator(0, "x"))
     out = crop_and_flip(x, generator(1, "a"), padding=4, flip=True)
-    dice = generator(1, "a")
-    top, left = (torch.randint(9, (64,), generator=dice) for _ in range(2))
-    flipped = torch.rand(64, generator=dice) < 0.5
+    rng = generator(1, "a")
+    top, left = (torch.randint(9, (64,), generator=rng) for _ in range(2))
+    flipped = torch.rand(64, generator=rng) < 0.5
     for i in range(64):
         canvas = torch.zeros(3, 40, 40, dtype=torch.uint8)
         canvas[:, 4:36, 4:36] = x[i]
@@ -68,12 +68,12 @@ def test_evaluation_draws_nothing_and_leaves_the_stored_data_alone():
         ("speech_commands", torch.full((2, 40, 98), 9.0, dtype=torch.float16)),
         ("speech_commands", torch.full((2, 40, 98), 9.0, dtype=torch.float32)),
     ]:
-        kept, dice = x.clone(), generator(0, "g")
-        before = dice.get_state()
-        transform_for(name)(x, dice, False)
-        assert torch.equal(dice.get_state(), before)
-        transform_for(name)(x, dice, True)
-        assert not torch.equal(dice.get_state(), before)
+        kept, rng = x.clone(), generator(0, "g")
+        before = rng.get_state()
+        transform_for(name)(x, rng, False)
+        assert torch.equal(rng.get_state(), before)
+        transform_for(name)(x, rng, True)
+        assert not torch.equal(rng.get_state(), before)
         assert torch.equal(x, kept)
 
 

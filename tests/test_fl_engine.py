@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedfp8
-from fedfp8.errors import RunError
+from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl import resume
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.federation import from_tensors
@@ -102,14 +102,51 @@ class Killer(Pool):
 def test_killing_a_worker_in_mid_round_changes_nothing_but_a_note(tmp_path: Path) -> None:
     config = tiny("uq", local__steps=5)
     federation, server, link = start(config, tmp_path / "calm")
-    with Pool(config, federation, tmp_path / "calm", 0) as pool:
+    with Pool(0).begin(config, federation, tmp_path / "calm") as pool:
         wanted, record = run_round(server, config, federation, pool, link)
     federation, server, link = start(config, tmp_path / "disturbed")
-    with Killer(config, federation, tmp_path / "disturbed", 1) as pool:
+    with Killer(1).begin(config, federation, tmp_path / "disturbed") as pool:
         found, disturbed = run_round(server, config, federation, pool, link)
         assert len(pool.notes) == 1 and "worker 0 died (exit code -9) during client" in pool.notes[0]
     assert found.state.fingerprint == wanted.state.fingerprint
     assert (disturbed.digest_up, disturbed.bytes_up, disturbed.rejected) == (record.digest_up, record.bytes_up, [])
+
+
+def processes(pool: Pool) -> list[int]:
+    return [process.pid for process, _ in pool._processes]
+
+
+def test_runs_share_a_pool_and_get_what_each_would_get_alone(tmp_path: Path) -> None:
+    """Other method, seed, format, data and model: nothing of a run is left in the workers that do the next."""
+    own = {"model": Touchy(), "clients": own_data(), "test": own_data(1)[0]}
+    runs = [(tiny("uq", 2, **MIXED), {}), (tiny("dq", 1, seed=1), {}), (own_tiny("fp32", 1), own)]
+    alone = [fedfp8.run(config, **task) for config, task in runs]
+    with Pool(2) as pool:
+        assert processes(pool) == []  # they start when there is something to do
+        shared = [fedfp8.run(config, **task, workers=pool) for config, task in runs[:1]]
+        first = processes(pool)
+        shared += [fedfp8.run(config, **task, workers=pool) for config, task in runs[1:]]
+        assert processes(pool) == first and len(first) == 2
+    for one, other in zip(shared, alone, strict=True):
+        assert comparable(one.rounds) == comparable(other.rounds)
+        assert one.state.fingerprint == other.state.fingerprint
+
+
+def test_a_pool_outlives_a_run_that_failed_and_workers_that_died_between_runs(tmp_path: Path) -> None:
+    def stop(line: dict) -> None:
+        raise ZeroDivisionError
+
+    wanted = comparable(fedfp8.run(tiny("uq", 1)).rounds)
+    with Pool(2) as pool:
+        with pytest.raises(ZeroDivisionError):
+            fedfp8.run(tiny("dq", 2), workers=pool, on_round=stop)
+        first = processes(pool)
+        os.kill(first[0], signal.SIGKILL)
+        pool._send(1, None)  # as a run that was given up in mid-round leaves it: a job handed out, its result not read
+        assert comparable(fedfp8.run(tiny("uq", 1), workers=pool).rounds) == wanted
+        assert set(processes(pool)).isdisjoint(first)
+    with pytest.raises(ConfigError, match=r"device=cpu was given beside a pool.*Pool\(2, device='cpu'\)"):
+        fedfp8.run(tiny("uq", 1), workers=pool, device="cpu")
 
 
 @pytest.mark.parametrize("method", ["fp32", "uq", "dq"])

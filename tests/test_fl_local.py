@@ -17,7 +17,7 @@ from fedfp8.fl.local import learning_rate, local_update, minibatches
 from fedfp8.fl.simulate import run_round, sample
 from fedfp8.fp8 import Format, quantize
 from fedfp8.wire import header
-from fl_tools import Inline, first_task, own_data, rounds_with, start, tiny
+from fl_tools import Inline, first_assignment, own_data, rounds_with, start, tiny
 
 
 def federation_of(config: Config, model: nn.Module | None = None) -> Federation:
@@ -98,7 +98,7 @@ def test_optimizers_differ_and_start_afresh_in_every_round(tmp_path: Path) -> No
     config = tiny("dq", local__optimizer="adamw", local__lr=0.01, local__momentum=0.0)
     federation, server, link = start(config, tmp_path, federation_of(config))
     client = Client(config, federation, lambda _: None)
-    task = first_task(server, link, 0)
+    task = first_assignment(server, link, 0)
     first, second = client.train(task), client.train(task)
     assert first.payload == second.payload
 
@@ -108,7 +108,7 @@ def test_a_client_leaves_nothing_behind_for_the_next(settings: dict, tmp_path: P
     """Client 1 sends the same bytes whether or not client 0 (or a failing task) trained before it in this process."""
     config = tiny("uq", **settings)
     federation, server, link = start(config, tmp_path, federation_of(config))
-    task = first_task(server, link, 1, (0, 1, 2))
+    task = first_assignment(server, link, 1, (0, 1, 2))
     alone = Client(config, federation, lambda _: None).train(task)
     busy = Client(config, federation, lambda _: None)
     busy.train(replace(task, client=0))

@@ -1,7 +1,7 @@
 """One round of each method against a straightforward script that follows the paper's formulas, with no shared code.
 
 The script below works in float64 with log2 and autograd, tensor by tensor, holding the whole cohort. It shares nothing
-with the package but torch itself; seeds and dice follow the documented formulas (`rng.py`, `fp8/kernels.py`).
+with the package but torch itself; seeds and random bits follow the documented formulas (`rng.py`, `fp8/kernels.py`).
 
 What may differ. Ours computes in float32: values differ by about 1e-7 of their size. A rounding then falls the other
 way with a probability of (float32 error) / (step), about 1e-7 / 2**-4 = 2e-6 per element and rounding, plus 2**-16 for
@@ -44,7 +44,7 @@ def seed_of(*path) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def signed_dice(seed: int, n: int) -> torch.Tensor:
+def signed_bits(seed: int, n: int) -> torch.Tensor:
     """32 signed random bits per element: SplitMix64 makes two keys; a Weyl sequence and a hash mix in the index."""
     z = (seed + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -73,7 +73,7 @@ def with_ends(q, x, alpha):  # beyond the range, and at its ends, exactly -alpha
 
 def q_rand(x, alpha, seed):  # equation 5: up with probability x/s - floor(x/s)
     s = step_of(x.clamp(-alpha, alpha), alpha)
-    u = 0.5 + signed_dice(seed, x.numel()).view(x.shape) / 2**32
+    u = 0.5 + signed_bits(seed, x.numel()).view(x.shape) / 2**32
     return with_ends(s * torch.floor(x / s + u), x, alpha)
 
 
@@ -85,7 +85,7 @@ def expected_error(w, target, alpha):
 
 
 def dithered(x, step, seed, place):  # the same bits for both clients, half a cell apart
-    turned = (signed_dice(seed, x.numel()).view(x.shape) + 2**31 + place * 2**31) % 2**32
+    turned = (signed_bits(seed, x.numel()).view(x.shape) + 2**31 + place * 2**31) % 2**32
     u = torch.floor(turned / 2**9) / 2**23
     return step * (torch.floor(x / step + u) + 0.5 - u)
 
@@ -98,11 +98,11 @@ def send(state, method, seed, kappa=0.0, place=0):
     """What the receiver decodes."""
     out = dict(state)
     for index, (name, x) in enumerate(state.items()):
-        dice, alpha = seed_of(seed, "tensor", index), state.get(name.replace("weight", "alpha"))
+        own_seed, alpha = seed_of(seed, "tensor", index), state.get(name.replace("weight", "alpha"))
         if method == "dq" and "alpha" not in name and "beta" not in name:
-            out[name] = dithered(x, kappa * suits(x) * float((x**2).mean().sqrt()), dice, place)
+            out[name] = dithered(x, kappa * suits(x) * float((x**2).mean().sqrt()), own_seed, place)
         elif method in ("uq", "uq+") and "weight" in name:
-            out[name] = q_rand(x, alpha, dice)
+            out[name] = q_rand(x, alpha, own_seed)
         elif method == "bq" and "weight" in name:
             out[name] = with_ends(q_det(x, alpha), x, alpha)
     return out
@@ -120,9 +120,9 @@ def forward(p, x, fp8):
     return F.linear(*operands(x.flatten(1), 3), p["3.bias"])
 
 
-def local_update(state, x, y, dice, fp8):  # algorithm 1
+def local_update(state, x, y, rng, fp8):  # algorithm 1
     p = {name: t.clone().requires_grad_(name != "0.beta") for name, t in state.items()}
-    for batch in torch.randperm(len(y), generator=dice).split(BATCH):  # one epoch
+    for batch in torch.randperm(len(y), generator=rng).split(BATCH):  # one epoch
         loss = F.cross_entropy(forward(p, x[batch].double(), fp8), y[batch])
         learned = [n for n in p if p[n].requires_grad]
         for name, g in zip(learned, torch.autograd.grad(loss, [p[n] for n in learned]), strict=True):
@@ -135,11 +135,11 @@ def server_optimize(mean, updates, names, seed):  # algorithm 2; the cohort ente
     for index, name in enumerate(names):
         if "weight" not in name:
             continue
-        target, alpha_name, dice = mean[name], name.replace("weight", "alpha"), seed_of(seed, "tensor", index)
+        target, alpha_name, own_seed = mean[name], name.replace("weight", "alpha"), seed_of(seed, "tensor", index)
         w, alpha = target, mean[alpha_name]
         moved = target
         for step in range(5):
-            q = q_rand(moved, alpha, seed_of(dice, "w", step))
+            q = q_rand(moved, alpha, seed_of(own_seed, "w", step))
             moved = moved - 0.1 * 2 * (q - target) * (moved.abs() <= alpha)
         best = expected_error(w, target, alpha)
         if expected_error(moved, target, alpha) < best:
@@ -168,8 +168,8 @@ def paper_round(model, clients, method):  # algorithm 3, one round
     updates, sizes = [], torch.tensor([float(len(clients[k][1])) for k in cohort], dtype=torch.float64)
     for k, place in zip(cohort, places, strict=True):
         down = send(state, method, seed_of(SEED, "down", 1, "E4M3"), kappa=0.8 * (2 / 5) ** 0.5, place=place)
-        dice = torch.Generator().manual_seed(seed_of(SEED, "train", 1, k))
-        local = local_update(down, *clients[k], dice, fp8)
+        rng = torch.Generator().manual_seed(seed_of(SEED, "train", 1, k))
+        local = local_update(down, *clients[k], rng, fp8)
         if method == "dq":  # the change, and the server adds it to its own model
             ranges = {n for n in state if "alpha" in n or "beta" in n}
             change = {n: t if n in ranges else t - down[n] for n, t in local.items()}

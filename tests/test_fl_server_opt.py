@@ -43,7 +43,7 @@ def mean_of(clients: list[tuple[State, float]]) -> WeightedMean:
 
 
 def textbook_rand(w: torch.Tensor, alpha: float, u: torch.Tensor) -> torch.Tensor:
-    """Q_rand with given dice, differentiable in w by the straight-through rule."""
+    """Q_rand with given random bits, differentiable in w by the straight-through rule."""
     bias = 16 - math.log2(alpha) + math.log2(2 - 2**-3) - 1
     clipped = torch.clamp(w, -alpha, alpha)
     s = 2.0 ** (torch.clamp(torch.floor(torch.log2(clipped.abs().detach()) + bias), min=1) - bias - 3)

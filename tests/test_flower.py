@@ -190,7 +190,7 @@ ATTACKS = {
     "empty": (lambda message, reply: with_payload(reply, b""), "needs"),
     "damaged": (nan_payload, "checksum"),
     "other model": (other_model, "layout fingerprint"),
-    "own downlink": (lambda message, reply: with_payload(reply, blob_of(message.content["model"])), "reference|dice"),
+    "own downlink": (lambda message, reply: with_payload(reply, blob_of(message.content["model"])), "reference"),
     "exception": (raises, "boom"),
     "nan loss": (edit(loss=math.nan), "reported loss nan"),
     "text loss": (edit(loss="low"), "reported loss 'low'"),

@@ -1,13 +1,15 @@
 """A real federation on loopback: SuperLink and SuperNodes as processes, TLS, node keys, and what can go wrong.
 
 One deployment serves all tests, in this order: an honest run during which strangers knock at the door, then (slow) a
-run with a malicious client whose ServerApp is killed and resumed, then one whose SuperNode is killed in mid-round.
+run with a malicious client whose ServerApp is killed and resumed, then one whose SuperNode is killed in mid-round. An
+app with the two lines and the documentation's steps have deployments of their own.
 """
 
 import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +18,14 @@ import uuid
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 from fedfp8.fl import preset, run
 from fedfp8.flower.certs import make_certs
-from fedfp8.flower.deployment import MARK, Deployment, _listens, _marked, free_port
 from fedfp8.flower.environment import QUIET
 from fedfp8.flower.method.launch import write_app
+from fedfp8.flower.testing.deployment import MARK, Deployment, _listens, _marked, free_port
 
 pytestmark = pytest.mark.deploy
 SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients", "rejected", "accuracy")
@@ -167,12 +170,69 @@ def test_killed_supernode(deployment, tmp_path):
 
 # The documentation's steps, literally
 
+ROOT = Path(__file__).parents[1]
+
 
 def documented_blocks():
     """The code blocks of "A deployment, step by step" of docs/flower.md, in order."""
-    text = (Path(__file__).parents[1] / "docs/flower.md").read_text()
+    text = (ROOT / "docs/flower.md").read_text()
     section = text.split("## A deployment, step by step")[1].split("\n## ")[0]
-    return re.findall(r"```(?:toml)?\n(.*?)```", section, re.S)
+    return re.findall(r"^```(?:toml|python)?\n(.*?)^```$", section, re.S | re.M)
+
+
+@pytest.mark.slow
+def test_two_lines_late_node_killed_node_and_a_server_that_resumes(tmp_path):
+    """The quickstart with the documented server: a node comes late, is killed, comes back; the ServerApp is killed."""
+    app, model = tmp_path / "app", tmp_path / "model.pt"
+    shutil.copytree(ROOT / "examples/flower-quickstart", app)
+    (app / "digits_app/server.py").write_text(documented_blocks()[6])
+    project = (app / "pyproject.toml").read_text().replace('out = ""', f'out = "{model}"')
+    deployment = Deployment(tmp_path / "deployment", 2)
+
+    def submit(rounds):
+        (app / "pyproject.toml").write_text(project.replace("num-rounds = 15", f"num-rounds = {rounds}"))
+        run = deployment.submit(app)
+        deployment.start(f"run-{run}", "flwr", "log", run, "fedfp8", "--stream")
+        return run
+
+    def log(run):
+        """What the ServerApp has said."""
+        return (deployment.folder / f"run-{run}.log").read_text()
+
+    def wait_for(run, *phrases):
+        """For these phrases in the log, one after the other."""
+        pattern = re.compile(".*".join(map(re.escape, phrases)), re.S)
+        wait(lambda: pattern.search(log(run)), 600, deployment)
+
+    try:
+        deployment.start_superlink()
+        for number in (0, 1):
+            deployment.register(number)
+        deployment.start_node(0)
+        run = submit(1000)
+        alone, both, one_lost = (f"Received {n}" for n in ("1 results and 0", "2 results and 0", "1 results and 1"))
+        wait_for(run, alone)
+        late = deployment.start_node(1)
+        wait_for(run, alone, both)
+        deployment.kill(late, signal.SIGKILL)
+        late.wait()
+        wait_for(run, alone, both, one_lost)
+        deployment.start_node(1)
+        wait_for(run, alone, both, one_lost, both)
+        (killed,) = server_apps(deployment)
+        os.kill(killed, signal.SIGKILL)
+        wait(lambda: not server_apps(deployment), 60, deployment)
+        saved = torch.load(model)
+        assert saved["rounds"] >= 4 and "rejected" not in log(run)
+        run = submit(saved["rounds"] + 2)
+        wait_for(run, "[ROUND 2/2]", both, "times less")
+        wait(lambda: deployment.status(run) == "finished:completed", 60, deployment)
+        ended = torch.load(model)
+        assert ended["rounds"] == saved["rounds"] + 2 and "rejected" not in log(run)
+        assert ended["model"].keys() == saved["model"].keys()
+        assert not any(torch.equal(ended["model"][name], saved["model"][name]) for name in ("0.weight", "7.weight"))
+    finally:
+        deployment.stop()
 
 
 def test_the_documented_steps(tmp_path):
@@ -180,7 +240,7 @@ def test_the_documented_steps(tmp_path):
 
     ``localhost`` stands for the server's name: the certificate is made for that name alone, as a reader would.
     """
-    server, toml, register, node, app = documented_blocks()[:5]
+    server, toml, register, node, app, two_lines = documented_blocks()[:6]
     port, home = free_port(), tmp_path / "home"
     (home / ".flwr").mkdir(parents=True)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -196,6 +256,8 @@ def test_the_documented_steps(tmp_path):
             " ca.crt": " certs/ca.crt",
             "private-key node-": "private-key certs/node-",
             ' data-dir="/data"': "",
+            "examples/": f"{ROOT}/examples/",
+            "num-rounds=3": "num-rounds=1",
         }
         for old, new in changes.items():
             text = text.replace(old, new)
@@ -233,6 +295,9 @@ def test_the_documented_steps(tmp_path):
         shell(f"{write} --set round.count=1 --set clients.count=2 --set clients.fraction=1.0 --set local.epochs=1")
         shell(run_it)
         assert len(history(tmp_path / "runs/dq")) == 2 and (tmp_path / "runs/dq/summary.json").exists()
+        shell(two_lines)
+        logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+        assert re.search(r"fedfp8: .* kB instead of .* kB \([\d.]+ times less\)", logs), logs[-3000:]
     finally:
         for process, mark in reversed(processes):
             for pid in {process.pid, *_marked(mark)} if process.poll() is None else _marked(mark):

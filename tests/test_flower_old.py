@@ -1,5 +1,6 @@
 """Old-style apps (client_fn, NumPyClient, ServerApp(server_fn=...), flwr.server.strategy): the same two lines."""
 
+import json
 import random
 import time
 
@@ -24,8 +25,8 @@ SHAPES = ((64, 48), (48,), (10, 48), (10,))
 
 
 def weights():
-    dice = np.random.default_rng(0)
-    return [0.1 * dice.normal(size=shape).astype(np.float32) for shape in SHAPES]
+    rng = np.random.default_rng(0)
+    return [0.1 * rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
 
 
 def client_app(mods=(fp8_mod,), move=0.01, spoil=lambda node, arrays: arrays):
@@ -35,8 +36,8 @@ def client_app(mods=(fp8_mod,), move=0.01, spoil=lambda node, arrays: arrays):
 
         def fit(self, parameters, config):
             assert [p.shape for p in parameters] == list(SHAPES) and "fedfp8" not in str(config)
-            dice = np.random.default_rng(self.node)
-            moved = [(p + move * dice.normal(size=p.shape)).astype(p.dtype) for p in parameters]
+            rng = np.random.default_rng(self.node)
+            moved = [(p + move * rng.normal(size=p.shape)).astype(p.dtype) for p in parameters]
             return spoil(self.node, moved), 10, {"loss": 1.0}
 
         def evaluate(self, parameters, config):
@@ -157,6 +158,34 @@ def test_privacy_keeps_its_bound(kind):
 def test_start_is_refused_with_what_to_do():
     with pytest.raises(ConfigError, match="ServerAppComponents"):
         FP8(old.FedAvg()).start(None, None)
+
+
+def test_records_are_drawn_by_the_report(tmp_path):
+    """`out=` as with new-style strategies; what the server measured goes before what clients reported."""
+    from fedfp8.paper.report import write_report
+
+    measured = {0: 0.1, 1: 0.5, 2: 0.7}
+    for wire in ("dq", "fp32"):
+        inner, _ = watched(
+            old.FedAvg,
+            evaluate_fn=lambda r, *_: (1.0 - r / 10, {"accuracy": measured[r], "note": "text"}),
+            evaluate_metrics_aggregation_fn=lambda _: {"accuracy": 0.99},
+        )
+        strategy = FP8(inner, wire, seed=1, out=tmp_path / "app" / wire)
+        grid = serve(strategy, rounds=2)
+    lines = [json.loads(line) for line in (tmp_path / "app/fp32/history.jsonl").read_text().splitlines()]
+    assert [line["accuracy"] for line in lines] == [0.1, 0.5, 0.7] and lines[2]["loss"] == 0.8
+    assert lines[-1]["bytes_total"] == sum(grid.bytes.values()) and lines[1]["clients"] == [100, 101, 102, 103]
+    write_report(tmp_path)
+    assert "70.0" in (tmp_path / "report.html").read_text()
+
+
+def test_records_of_what_clients_reported(tmp_path):
+    inner, _ = watched(old.FedAvg, evaluate_metrics_aggregation_fn=lambda _: {"accuracy": 0.25})
+    serve(FP8(inner, seed=1, out=tmp_path / "run"), rounds=1)
+    line = json.loads((tmp_path / "run/history.jsonl").read_text().splitlines()[1])
+    assert line["accuracy"] == 0.25 and np.isfinite(line["loss"])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy"] == 0.25
 
 
 def test_clients_of_a_local_grid_take_turns():

@@ -17,7 +17,7 @@ from torch import nn
 pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
+from flwr.clientapp.mod import adaptiveclipping_mod, arrays_size_mod, fixedclipping_mod
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import FedAvg
 
@@ -51,10 +51,10 @@ def make_app(mods=(fp8_mod,), move=0.01, answer=None):
 
     @app.train()
     def train(message, context):
-        dice = torch.Generator().manual_seed(context.node_id)
+        rng = torch.Generator().manual_seed(context.node_id)
         new = {}
         for name, value in message.content["arrays"].to_torch_state_dict().items():
-            noise = move * torch.randn(value.shape, generator=dice)
+            noise = move * torch.randn(value.shape, generator=rng)
             if name.endswith("tracked"):
                 new[name] = value + 1
             else:
@@ -617,8 +617,8 @@ def test_deltas_and_gradients_are_coded_on_their_own_scale(wire):
     size = 0.001
 
     def deltas(reply, context):
-        dice = np.random.default_rng(context.node_id)
-        new = {k: size * dice.normal(size=a.shape).astype(a.dtype) for k, a in reply["arrays"].items()}
+        rng = np.random.default_rng(context.node_id)
+        new = {k: size * rng.normal(size=a.shape).astype(a.dtype) for k, a in reply["arrays"].items()}
         reply["arrays"] = ArrayRecord({k: Array(np.asarray(v)) for k, v in new.items()})
         return reply
 
@@ -878,6 +878,35 @@ def test_records_are_drawn_by_the_report(tmp_path):
     assert "70.0" in page and "app" in page
 
 
+def test_a_strategy_that_counts_bytes_counts_plain_ones(caplog):
+    """As FlowerTune's does, in the methods that it overrides: it is inside FP8, where models are not coded."""
+
+    class Counting(FedAvg):
+        counted = 0
+
+        def configure_train(self, *args):
+            messages = list(super().configure_train(*args))
+            self.count(messages)
+            return messages
+
+        def aggregate_train(self, server_round, replies):
+            self.count(replies)
+            return super().aggregate_train(server_round, replies)
+
+        def count(self, messages):
+            records = [r for m in messages for r in m.content.array_records.values()]
+            self.counted += sum(len(array.data) for record in records for array in record.values())
+
+    strategy = FP8(Counting(fraction_evaluate=0.0), seed=1)
+    assert strategy.wire.kappa_up == 8.0  # it averages, as the class it derives from
+    _, grid, _ = start(strategy, make_app(mods=(arrays_size_mod, fp8_mod)), rounds=2)
+    assert strategy.counted == sum(one.plain_down + one.plain_up for one in strategy.traffic)
+    assert sum(grid.bytes.values()) == sum(one.down + one.up for one in strategy.traffic) < strategy.counted / 5
+    shown = [int(n) for line in caplog.messages for n in re.findall(r"Total array elements .*: (\d+) bytes", line)]
+    names = 16 * len("arrays")  # Flower counts the names of arrays as well: here of one blob a message
+    assert len(shown) == 16 and sum(shown) == sum(grid.bytes.values()) + names
+
+
 # The example
 
 
@@ -892,8 +921,8 @@ def test_example_is_the_plain_app_and_two_lines():
     assert [line for line in changed if "import" not in line] == [
         "- app = ClientApp()",
         "+ app = ClientApp(mods=[fp8_mod])",
-        "-     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=10)",
-        "+     strategy = FP8(FedAvg(fraction_evaluate=0.0, min_available_nodes=10))",
+        '-     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=int(context.run_config["nodes"]))',
+        '+     strategy = FP8(FedAvg(fraction_evaluate=0.0, min_available_nodes=int(context.run_config["nodes"])))',
     ]
     assert sum("import" in line for line in changed) == 2
 
@@ -904,7 +933,7 @@ def test_example_learns(folder, tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("digits_app")]:
         monkeypatch.delitem(sys.modules, name)
     server, client = (importlib.import_module(f"digits_app.{side}") for side in ("server", "client"))
-    config = {"num-rounds": 3, "local-epochs": 1, "lr": 0.05, "out": str(tmp_path / "out.json")}
+    config = {"nodes": 10, "num-rounds": 3, "local-epochs": 1, "lr": 0.05, "out": str(tmp_path / "out.json")}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         grid = LocalGrid(client.app, 10, config)

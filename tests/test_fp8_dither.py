@@ -9,9 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
+import fp8_reference as reference
 from fedfp8 import dither, undither
 from fedfp8.errors import QuantizationError
-from fedfp8.fp8 import eager, hash_uniform, reference
+from fedfp8.fp8 import eager, hash_uniform
 from fedfp8.fp8.parallel import SMALLEST_PIECE, dither_keys
 
 RISK = 1e-9
@@ -68,7 +69,7 @@ def test_error_is_uniform_whatever_x_is(kind: str) -> None:
     error = (back.double().numpy() - x.double().numpy()) / exact_step
     slack = round_trip_rounding(y)
     assert np.all(np.abs(error) <= 0.5 + slack)
-    # Dvoretzky-Kiefer-Wolfowitz; dice are multiples of 2**-23
+    # Dvoretzky-Kiefer-Wolfowitz; they are multiples of 2**-23
     distance = stats.kstest(error + 0.5, "uniform").statistic
     assert distance <= math.sqrt(math.log(2 / RISK) / (2 * N)) + slack.max() + 2.0**-23
     z = stats.norm.isf(RISK / 2)
@@ -142,7 +143,7 @@ PLACES = [(0, 1), (0, 16), (1, 2), (2, 3), (15, 16), (5, 7), (255, 256)]
 def test_places_are_the_same_in_the_kernel_in_torch_and_in_the_slow_reference(place: int, strata: int) -> None:
     n, step, where = 3000, float(np.float32(0.37)), {"place": place, "strata": strata}
     x = torch.randn(n, generator=torch.Generator().manual_seed(1)) * 3
-    u = reference.dice(77, n, place, strata)
+    u = reference.uniforms(77, n, place, strata)
     assert np.array_equal(hash_uniform(77, n, **where).double().numpy(), u)
     k = dither(x, step, seed=77, **where)
     back = undither(k, step, seed=77, **where)

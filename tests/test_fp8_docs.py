@@ -33,7 +33,7 @@ def test_table_of_e4m3() -> None:
     assert torch.equal(torch.tensor(values, dtype=torch.float64), E4M3.grid()[:128])
 
 
-def test_the_dice_as_written() -> None:
+def test_the_random_bits_as_written() -> None:
     seed, n = 12345, 100
     z = (seed + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64

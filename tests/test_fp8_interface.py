@@ -13,7 +13,7 @@ from fedfp8 import E4M3, E5M2, Format, dither, fake_quantize, from_codes, quanti
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import eager, hash_uniform, squared_error
 from fedfp8.fp8.grid import grid_for
-from fedfp8.fp8.parallel import dice_keys
+from fedfp8.fp8.parallel import random_keys
 from fedfp8.fp8.strides import setting
 from tools import FORMATS
 
@@ -75,7 +75,7 @@ def test_any_shape_and_stride(name: str) -> None:
 @roundings
 def test_torch_operations_give_the_kernels_bits(format: Format, rounding: str) -> None:
     """Other devices run `eager`; on the CPU both can be had."""
-    keys = dice_keys(7) if rounding == "stochastic" else None
+    keys = random_keys(7) if rounding == "stochastic" else None
     for alpha in (480.0, 1.0, 3.7, 1e-6, 1e6):
         x = normal(5003) * (alpha / 2)
         x[:6] = torch.tensor([0.0, -0.0, alpha, -alpha, 2 * alpha, 1e-42])
@@ -92,8 +92,8 @@ def test_torch_operations_give_the_kernels_bits(format: Format, rounding: str) -
 def test_torch_operations_give_the_kernels_dither() -> None:
     x, step = normal(70_001), float(np.float32(0.013))
     k = dither(x, step, seed=3)
-    assert torch.equal(k, eager.dither(x, float(np.float32(1 / step)), dice_keys(3)))
-    assert torch.equal(undither(k, step, seed=3), eager.undither(k, step, dice_keys(3)))
+    assert torch.equal(k, eager.dither(x, float(np.float32(1 / step)), random_keys(3)))
+    assert torch.equal(undither(k, step, seed=3), eager.undither(k, step, random_keys(3)))
 
 
 @roundings
@@ -151,7 +151,7 @@ def test_results_do_not_depend_on_threads() -> None:
     for count in (1, 2, 3, 5):
         torch.set_num_threads(count)
         all_results = all_functions(x)
-        all_results["dice"] = hash_uniform(3, x.numel())
+        all_results["uniforms"] = hash_uniform(3, x.numel())
         for rounding in ("nearest", "stochastic", "expected"):
             all_results[f"error {rounding}"] = squared_error(x, target, [1.0, 2.0], rounding=rounding, seed=1)
         for rounding in ("nearest", "stochastic"):

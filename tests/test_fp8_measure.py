@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import fp8_reference as reference
 from fedfp8 import E4M3, E5M2, Format, quantize
-from fedfp8.fp8 import reference, rms, squared_error
+from fedfp8.fp8 import rms, squared_error
 from fedfp8.fp8.kernels import CHUNK
+from fedfp8.fp8.measure import largest
 
 ULP = 2.0**-24
 ALPHAS = [0.5, 1.0, 2.7, 4.0]
@@ -55,7 +57,7 @@ def test_expectation_in_closed_form(format: Format) -> None:
         assert abs(float(got) - exact) <= relative_bound(50_000) * exact + own.sum()
 
 
-def test_expectation_is_the_mean_over_the_dice() -> None:
+def test_expectation_is_the_mean_over_the_random_bits() -> None:
     w, target = pair(20_000)
     draws = torch.stack([squared_error(w, target, ALPHAS, rounding="stochastic", seed=s) for s in range(64)])
     expected = squared_error(w, target, ALPHAS, rounding="expected")
@@ -86,3 +88,21 @@ def test_rms() -> None:
     exact = math.sqrt(math.fsum(v * v for v in x.double().tolist()) / len(x))
     assert abs(rms(x) - exact) <= 1e-11 * exact  # float64: 2**15 additions of 2**-53 at worst
     assert rms(x.view(1, -1).t()) == rms(x) and rms(torch.zeros(0)) == 0.0
+
+
+@pytest.mark.parametrize("n", [1, CHUNK, 4 * CHUNK, 9 * CHUNK + 5])
+def test_rms_adds_the_squares_of_a_chunk_in_order(n: int) -> None:
+    """Bit for bit: steps are made from it, on both sides. cumsum adds from the left, one after the other."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    squares = x.double().numpy() ** 2
+    chunks = [float(np.cumsum(squares[start : start + CHUNK])[-1]) for start in range(0, n, CHUNK)]
+    assert rms(x) == math.sqrt(math.fsum(chunks) / n)
+
+
+def test_largest() -> None:
+    x = torch.randn(300_000, generator=torch.Generator().manual_seed(3))
+    assert largest(x) == float(x.abs().max())
+    assert largest(x.view(300, 1000).t()) == largest(-x) == largest(x)
+    assert largest(torch.zeros(0)) == 0.0 and largest(torch.tensor([-0.0])) == 0.0
+    assert largest(torch.tensor([1.0, -math.inf])) == math.inf
+    assert math.isnan(largest(torch.tensor([math.inf, math.nan, 1.0])))

@@ -1,4 +1,4 @@
-"""Stochastic rounding: its exact law over all dice, unbiasedness with derived bounds, and the quality of the dice."""
+"""Stochastic rounding: its exact law, unbiasedness with derived bounds, and the quality of the random bits."""
 
 import math
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
+import fp8_reference as reference
 from fedfp8 import E4M3, E5M2, Format, from_codes, quantize, to_codes
-from fedfp8.fp8 import eager, hash_uniform, reference
+from fedfp8.fp8 import eager, hash_uniform
 from fedfp8.fp8.grid import grid_for
-from fedfp8.fp8.parallel import dice_keys
+from fedfp8.fp8.parallel import random_keys
 from tools import FORMATS
 
 RISK = 1e-9  # probability that a statistical test fails by chance, had its seed not been fixed
@@ -27,8 +28,8 @@ def places(format: Format, alpha: float, count: int, seed: int = 0) -> tuple[np.
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_the_law_of_rounding_over_all_dice(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P(up) equals the place in the cell, up to the documented bias, with every die in turn instead of the hash."""
+def test_the_law_of_rounding_over_all_random_bits(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P(up) equals the place in the cell, up to the documented bias, with every number in turn instead of the hash."""
     e, m = format.exponent_bits, format.mantissa_bits
     count, alpha = 2**17, float(np.float32(3.7))
     every_die = (-(2**31) + (2**32 // count) * torch.arange(count) + 2**31 // count).to(torch.int32)
@@ -36,10 +37,10 @@ def test_the_law_of_rounding_over_all_dice(format: Format, monkeypatch: pytest.M
     t, x = places(format, alpha, 12)
     lower, upper, f = reference.between(t, e, m)
     for i in range(len(x)):
-        codes = eager.to_codes(torch.full((count,), float(x[i])), grid_for(alpha, format), dice_keys(0)).numpy()
+        codes = eager.to_codes(torch.full((count,), float(x[i])), grid_for(alpha, format), random_keys(0)).numpy()
         magnitude = codes & (2 ** (e + m) - 1)
         assert set(np.unique(magnitude)) <= {lower[i], upper[i]}
-        # hair + two roundings of the position + one of position plus noise, in steps; 1/count: dice between ours
+        # hair + two roundings of the position + one of position plus noise, in steps; 1/count: random bits between ours
         bound = 2.0 ** (m - 20) + 2.0 ** (m - 22) + 2.0 ** (m - 24) + 1 / count
         assert abs((magnitude == upper[i]).mean() - f[i]) <= bound
 
@@ -47,13 +48,13 @@ def test_the_law_of_rounding_over_all_dice(format: Format, monkeypatch: pytest.M
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_the_largest_die_does_not_move_grid_values(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.arange(2**format.bits, dtype=torch.uint8)
-    for die in (-(2**31), 2**31 - 1):
-        monkeypatch.setattr(eager, "centred", lambda n, keys, device, d=die: torch.full((n,), d, dtype=torch.int32))
+    for bits in (-(2**31), 2**31 - 1):
+        monkeypatch.setattr(eager, "centred", lambda n, keys, device, d=bits: torch.full((n,), d, dtype=torch.int32))
         for alpha in (480.0, 1.0, 3.7, 1e-6, 1e6, 0.1, 7.7, 123.456):
             values, grid = from_codes(codes, alpha, format), grid_for(alpha, format)
-            assert torch.equal(eager.quantize(values, grid, dice_keys(0)), values)
+            assert torch.equal(eager.quantize(values, grid, random_keys(0)), values)
             beyond = torch.tensor([1.0001, -1.0001, 1e30, -1e30]) * alpha
-            assert torch.equal(eager.quantize(beyond, grid, dice_keys(0)), quantize(beyond, alpha, format))
+            assert torch.equal(eager.quantize(beyond, grid, random_keys(0)), quantize(beyond, alpha, format))
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2, Format(2, 1), Format(3, 0)], ids=lambda f: f.name)
@@ -119,27 +120,27 @@ def chi_square(counts: np.ndarray, expected: float) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_dice_are_uniform_and_never_repeat_within_a_tensor() -> None:
+def test_random_bits_are_uniform_and_never_repeat_within_a_tensor() -> None:
     n = 1 << 20
     u = hash_uniform(11, n).double().numpy()
     assert u.min() >= 0 and u.max() < 1
     counts = np.bincount((u * 1024).astype(int), minlength=1024)
     assert stats.chi2.sf(chi_square(counts, n / 1024), 1023) > RISK
     assert abs(u.mean() - 0.5) <= stats.norm.isf(RISK / 2) / math.sqrt(12 * n)
-    whole = eager.centred(n, dice_keys(11), torch.device("cpu"))
+    whole = eager.centred(n, random_keys(11), torch.device("cpu"))
     assert len(torch.unique(whole)) == n  # a bijection of the index
 
 
-def test_dice_of_kernels_and_torch_are_one() -> None:
-    keys, cpu = dice_keys(99), torch.device("cpu")
+def test_random_bits_of_kernels_and_torch_are_one() -> None:
+    keys, cpu = random_keys(99), torch.device("cpu")
     u = hash_uniform(99, 5000)
-    assert torch.equal(u, eager.dice(5000, keys, cpu))
+    assert torch.equal(u, eager.uniforms(5000, keys, cpu))
     whole = eager.centred(5000, keys, cpu).double() / 2**32 + 0.5
     assert float((whole - u.double()).min()) >= 0 and float((whole - u.double()).max()) < 2.0**-23
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 8, 16, 64, 1000, 2**12, 2**15, 2**16, 2**17, 2**19])
-def test_dice_are_independent_along_a_tensor(lag: int) -> None:
+def test_random_bits_are_independent_along_a_tensor(lag: int) -> None:
     n, bins = 1 << 20, 32
     u = (hash_uniform(5, n).double().numpy() * bins).astype(int)
     pairs = np.bincount(u[lag:] * bins + u[:-lag], minlength=bins * bins)
@@ -147,7 +148,7 @@ def test_dice_are_independent_along_a_tensor(lag: int) -> None:
 
 
 @pytest.mark.parametrize("other", [1, 2, 3, 256, 2**16, 2**32, 2**62])
-def test_dice_are_independent_between_seeds(other: int) -> None:
+def test_random_bits_are_independent_between_seeds(other: int) -> None:
     n, bins = 1 << 19, 32
     u = (hash_uniform(0, n).double().numpy() * bins).astype(int)
     v = (hash_uniform(other, n).double().numpy() * bins).astype(int)
@@ -155,7 +156,7 @@ def test_dice_are_independent_between_seeds(other: int) -> None:
     assert stats.chi2.sf(chi_square(pairs, n / bins**2), bins**2 - 1) > RISK
 
 
-def test_dice_of_one_element_over_many_seeds() -> None:
+def test_random_bits_of_one_element_over_many_seeds() -> None:
     u = np.array([[float(v) for v in hash_uniform(seed, 2)] for seed in range(4000)])
     for column in u.T:
         assert stats.kstest(column, "uniform").pvalue > RISK

@@ -266,6 +266,18 @@ def test_the_history_is_bounded_and_clients_of_old_models_are_served() -> None:
     old.receive(server.broadcast(state, ["old"])["old"])
 
 
+def test_a_damaged_file_of_the_history_costs_a_whole_message() -> None:
+    server, state, clients = ServerLink("dq", seed=1), model(), {name: ClientLink() for name in "ab"}
+    for round, name in enumerate("abb"):
+        one_round(server, {name: clients[name]}, trained(state, round))
+    first, second = (server.history.path(number) for number in (1, 2))
+    first.write_bytes(second.read_bytes())
+    message = server.broadcast(trained(state, 3), "ab")["a"]
+    with pytest.raises(LostReference):
+        clients["a"].receive(message)
+    assert clients["a"].receive(server.resend("a")).keys() == state.keys()
+
+
 def test_memory_does_not_grow_with_clients() -> None:
     """What the server keeps for a client is two small numbers, however large the model."""
     sizes = {}
@@ -551,6 +563,34 @@ def test_a_wire_of_ones_own() -> None:
     client, state = ClientLink(), model()
     update = server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
     assert torch.allclose(update["fc.weight"], state["fc.weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize("arrays", ["torch", "numpy"])
+def test_what_was_received_may_be_trained_in_place(arrays: str) -> None:
+    server, client, state = ServerLink("dq", seed=1, kappa_up=0.1), ClientLink(arrays=arrays), model()
+    received = client.receive(server.broadcast(state, ["a"])["a"])
+    received["fc.weight"] += 0.5
+    update = server.receive("a", client.reply(received))
+    change = update["fc.weight"] - state["fc.weight"]
+    assert float((change - 0.5).abs().max()) < 0.026  # half a step, at most 0.1 * 0.5 / 2
+    client.receive(server.broadcast(update, ["a"])["a"])  # and its memory is still what the server thinks it is
+
+
+@pytest.mark.parametrize("wire", ["dq", "fp8"])
+@pytest.mark.parametrize("damage", ["checksum", "head", "values", "short"])
+def test_a_damaged_memory_counts_as_lost(wire: str, damage: str) -> None:
+    server, client, state = ServerLink(wire, seed=1), ClientLink(held=b""), model()
+    server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
+    message = server.broadcast(trained(state, 1), ["a"])["a"]
+    assert client.packed is not None and header(Orders.split(message)[1]).reference_fingerprints
+    held = bytearray(client.packed)
+    if damage == "short":
+        del held[-1]
+    else:
+        held[{"checksum": 0, "head": 40, "values": -1}[damage]] ^= 1
+    with pytest.raises(LostReference):
+        ClientLink(held=bytes(held)).receive(message)
+    assert ClientLink(held=client.packed).receive(message).keys() == state.keys()
 
 
 def test_clients_that_join_get_the_steps_of_the_whole_cohort() -> None:

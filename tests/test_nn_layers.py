@@ -267,7 +267,7 @@ def test_stochastic_rounding_is_a_function_of_seed_layer_and_call() -> None:
 
     first, second = run(3)
     assert torch.equal(first, run(3)[0]) and torch.equal(second, run(3)[1])
-    assert not torch.equal(first, second), "every call has its own dice"
+    assert not torch.equal(first, second), "every call has its own random bits"
     assert not torch.equal(first, run(4)[0]), "every seed too"
 
 

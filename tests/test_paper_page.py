@@ -62,7 +62,7 @@ def browser(tmp_path_factory) -> Iterator[Any]:
 def opened(browser: Any, page: Path) -> Iterator[Any]:
     """The page, freshly loaded; afterwards: not a word on the console, not a request but for the file."""
     size(browser, 1200, 900)
-    browser.get(page.as_uri())
+    load(browser, page.as_uri())
     yield browser
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -73,13 +73,18 @@ def opened(browser: Any, page: Path) -> Iterator[Any]:
     assert asked and all(url == page.as_uri() or url.startswith("data:") for url in asked), asked
 
 
-def reload(browser: Any) -> None:
-    """`refresh` now and then ends in "not attached to an active page" on a busy machine: load the address anew."""
+def load(browser: Any, address: str = "") -> None:
+    """On a busy machine `get` may time out, or return before the page's script has run."""
     from selenium.common.exceptions import TimeoutException
+    from selenium.webdriver.support.wait import WebDriverWait
 
+    address = address or browser.current_url
     for _ in range(3):
         with contextlib.suppress(TimeoutException):
-            return browser.get(browser.current_url)
+            browser.get("about:blank")  # so that nothing of the page as it was can be taken for the new one
+            browser.get(address)
+            WebDriverWait(browser, 60).until(lambda b: b.find_elements("css selector", "#s0 .controls select"))
+            return
     raise AssertionError("the page does not load")
 
 
@@ -99,12 +104,12 @@ def ticks(browser: Any, plot: str = "main") -> list[str]:
     return list(browser.execute_script(script))
 
 
-FP32, UQ, DQ = "FP32 FedAvg", "FP8 FedAvg-UQ", "FP8 FedAvg-DQ (ours), dq.kappa_up=16"
+FP32, UQ, DQ = "FP32 FedAvg", "FP8FedAvg-UQ", "FP8FedAvg-DQ (ours), dq.kappa_up=16"
 
 
 def test_the_page_says_the_result_first(opened: Any) -> None:
     said = opened.find_element("css selector", ".headline").text
-    assert said.startswith("lenet-cifar10-iid: FP8 FedAvg-DQ (ours), dq.kappa_up=16 needed ")
+    assert said.startswith("lenet-cifar10-iid: FP8FedAvg-DQ (ours), dq.kappa_up=16 needed ")
     assert "times fewer bytes than FP32 to reach 69.0 % accuracy: 60 kB instead of 1.2 MB" in said
     assert [e.text for e in opened.find_elements("css selector", "h2")][:2] == [
         "lenet-cifar10-iid",
@@ -141,7 +146,7 @@ def test_the_axis_is_bytes_or_rounds_linear_or_logarithmic(opened: Any) -> None:
 @pytest.mark.parametrize("width", [1200, 400])
 def test_hovering_shows_the_values_of_the_nearest_point(opened: Any, width: int) -> None:
     size(opened, width, 900)
-    reload(opened)
+    load(opened)
     script = """
       const series = `#s0 .plot.main .series[data-name='${arguments[0]}'] circle`;
       const circle = document.querySelectorAll(series)[arguments[1]];
@@ -175,7 +180,7 @@ def test_hovering_shows_the_values_of_the_nearest_point(opened: Any, width: int)
 
 def test_nothing_sticks_out_at_400_pixels(opened: Any) -> None:
     size(opened, 400, 900, mobile=True)
-    reload(opened)
+    load(opened)
     opened.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
     assert opened.execute_script("return document.documentElement.scrollWidth") == 400
     assert (
@@ -207,12 +212,29 @@ def test_it_prints(opened: Any) -> None:
     assert data.startswith(b"%PDF") and 1 <= data.count(b"/Type /Page\n") <= 12
 
 
+def test_on_paper_no_table_is_cut_off_and_the_colours_of_the_key_are_there(opened: Any) -> None:
+    size(opened, 700, 900)  # the width of a printed page
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    wide = "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
+    assert max(opened.execute_script(wide)) <= 700
+    keys = "return [...document.querySelectorAll('.key')].map(k => getComputedStyle(k).printColorAdjust)"
+    assert set(opened.execute_script(keys)) == {"exact"}
+    shown = "return [...document.querySelectorAll('#s0 .controls label')].filter(l => l.offsetWidth).length"
+    assert opened.execute_script(shown) == 3  # the methods; no controls
+    opened.execute_script("document.querySelector('#s0 input').click()")
+    assert opened.execute_script(shown) == 2  # what is switched off is not in the key either
+    opened.execute_script("dispatchEvent(new Event('beforeprint'))")
+    drawn = "return document.querySelector('#s0 .plot.main svg').viewBox.baseVal.width"
+    assert opened.execute_script(drawn) == 700
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_everything_about_the_runs_is_there(opened: Any) -> None:
     opened.execute_script("document.querySelectorAll('#s0 details').forEach(d => { d.open = true })")
     text = opened.find_element("id", "s0").text
     for wanted in (
         "All settings", "dq.kappa_up", "Bits per weight, tensor by tensor", "Who took part", "2 clients took part",
-        "Rejected updates: 0", "Where the time went", "Rounds of FP8 FedAvg-UQ, seed 1: 3 of 3 rounds",
+        "Rejected updates: 0", "Where the time went", "Rounds of FP8FedAvg-UQ, seed 1: 3 of 3 rounds",
         "Departs from the paper's setup",
     ):  # fmt: skip
         assert wanted in text, wanted

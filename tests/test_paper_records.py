@@ -125,7 +125,11 @@ def test_write_comparison_writes_what_scripts_read(tmp_path: Path) -> None:
     assert content["uq"]["accuracy"] == 0.6 and content["uq"]["bytes"] == 200
     assert content["uq"]["gain"] == 4 and content["uq"]["rounds"] == 2 and content["fp32"]["gain"] == 1
     assert content["uq"]["runs"] == ["lenet-cifar10-iid/uq-seed0"]
-    assert "4.0×" in comparison.text and "| FP8 FedAvg-UQ | 60.0 |" in (tmp_path / "compare.md").read_text()
+    assert "4.0×" in comparison.text() and "| FP8FedAvg-UQ | 60.0 |" in (tmp_path / "compare.md").read_text()
+    for width, gone in ((200, []), (80, ["seeds"]), (60, ["seeds", "raw", "rounds"])):
+        header, *lines = comparison.text(width).splitlines()
+        assert all(len(line) <= width for line in [header, *lines]) and "accuracy (%)" in header and "4.0×" in lines[-1]
+        assert [name for name in ("seeds", "raw", "rounds", "up", "down") if name not in header] == gone
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "compare.pdf").read_bytes().startswith(b"%PDF")
 
@@ -154,7 +158,7 @@ def test_paper_table_has_ours_beside_the_papers_and_says_what_is_short(tmp_path:
     table = paper_table(TABLES["table1"], by_cell(find_runs(tmp_path)))
     assert len(table.rows) == 36
     assert list(table.rows[1])[3:] == [
-        "FP8 FedAvg-UQ", "82.0 ± 0.1", "60.0", "4.1×", "4.0×", "8.0×", "2 (1000)", "1", "100 B"
+        "FP8FedAvg-UQ", "82.0 ± 0.1", "60.0", "4.1×", "4.0×", "8.0×", "2 (1000)", "1", "100 B"
     ]  # fmt: skip
     assert list(table.rows[2])[5] == "–"  # UQ+ was not run
     assert any("clients.fraction 0.05 (paper: 0.1)" in note for note in table.notes)
@@ -173,14 +177,14 @@ def test_runs_of_other_settings_are_never_seeds_of_each_other(tmp_path: Path) ->
     assert rows["dq:dq.kappa_up=16"].gain is None  # there is no FP32 run of seed 1
     table = paper_table(TABLES["table1"], by_cell(find_runs(tmp_path)))
     names = [row[3] for row in table.rows[:6]]
-    assert names[3:5] == ["FP8 FedAvg-DQ (ours), dq.kappa_up=16", "FP8 FedAvg-DQ (ours), dq.kappa_up=4"]
+    assert names[3:5] == ["FP8FedAvg-DQ (ours), dq.kappa_up=16", "FP8FedAvg-DQ (ours), dq.kappa_up=4"]
 
 
 def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -> None:
     write_run(tmp_path, "dq", 0, [0.7], 20)
     write_run(tmp_path, "dq", 0, [0.7], 10, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)
     assert [v.label for v in variants(find_runs(tmp_path))] == ["dq", "dq:dq.kappa_up=16"]
-    assert name_of("dq:dq.kappa_up=16:local.lr=1") == "FP8 FedAvg-DQ (ours), dq.kappa_up=16, local.lr=1"
+    assert name_of("dq:dq.kappa_up=16:local.lr=1") == "FP8FedAvg-DQ (ours), dq.kappa_up=16, local.lr=1"
 
 
 def test_the_same_run_in_two_folders_is_not_two_seeds_and_longer_runs_are_the_same_variant(tmp_path: Path) -> None:
@@ -228,7 +232,7 @@ def test_no_gain_where_either_side_is_at_chance(tmp_path: Path) -> None:
     fp32, uq = compare(find_runs(tmp_path / "a"))
     assert not fp32.learned and uq.learned and not uq.comparable and uq.gain is None and uq.gain_raw is None
     comparison = write_comparison(tmp_path / "a", find_runs(tmp_path / "a"))
-    assert "×" not in comparison.text and comparison.text.count(NOT_LEARNED) == 4
+    assert "×" not in comparison.text() and comparison.text().count(NOT_LEARNED) == 4
     assert gains_of(curves_of(find_runs(tmp_path / "a"))) == {}
     write_run(tmp_path / "b", "fp32", 0, [0.12, 0.151], 400)
     write_run(tmp_path / "b", "uq", 0, [0.3], 50)
@@ -275,9 +279,7 @@ def test_smoke_checks_are_listed_apart(tmp_path: Path) -> None:
     text = report.path.read_text()
     assert text.index("<h2>lenet-cifar10-iid</h2>") < text.index("<h2>Smoke check: resnet18-cifar10-iid</h2>")
     assert "Not drawn, because they have not learned yet: resnet18-cifar10-iid." in text
-    assert report.headline.startswith(
-        "lenet-cifar10-iid: FP8 FedAvg-UQ needed 8.0 times fewer bytes than FP32 to reach"
-    )
+    assert report.headline.startswith("lenet-cifar10-iid: FP8FedAvg-UQ needed 8.0 times fewer bytes than FP32 to reach")
 
 
 def test_another_metric_where_lower_is_better(tmp_path: Path) -> None:
@@ -315,6 +317,26 @@ def test_arrows_stay_at_or_below_what_was_reached_and_below_100_percent(tmp_path
     assert min(b - a for a, b in pairwise(heights)) > 0.05 * (high - low)
     assert max(axes.get_yticks()) <= 100 and high < 103
     assert [p.suffix for p in accuracy_against_bytes(curves, tmp_path / "x")] == [".png", ".pdf"]
+
+
+def test_arrows_have_the_rows_gain_with_its_spread_and_legends_name_smoke_checks(tmp_path: Path) -> None:
+    for seed, size in ((0, 50), (1, 100)):
+        write_run(tmp_path, "fp32", seed, [0.4, 0.6], 400)
+        write_run(tmp_path, "uq", seed, [0.4, 0.6], size)
+        write_run(tmp_path, "bq", seed, [0.1, 0.1], size)
+    runs = find_runs(tmp_path)
+    row = next(row for row in compare(runs) if row.method == "uq")
+    curves = curves_of(runs)
+    gains = gains_of(curves, compare(runs))
+    assert gains.keys() == {"uq"} and (gains["uq"].gain, gains["uq"].std) == (row.gain.mean, row.gain.std) == (
+        6,
+        8**0.5,
+    )
+    _, panels = new_figure(3.5, 3)
+    draw_curves(panels[0, 0], curves, gains)
+    assert "6.0 ± 2.8×" in [t.get_text() for t in panels[0, 0].texts]
+    labels = panels[0, 0].get_legend_handles_labels()[1]
+    assert [label for label in labels if NOT_LEARNED in label] == ["FP8 FedAvg-BQ (not learned yet)"]
 
 
 def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:

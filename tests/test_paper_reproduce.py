@@ -52,7 +52,7 @@ def test_runs_skips_resumes_and_writes_the_table(tmp_path: Path, monkeypatch: py
     recorded = read_run(tmp_path / "digits" / "uq-seed0")
     assert content["ours"]["uq"]["accuracy"]["mean"] == recorded.accuracy
     assert content["ours"]["uq"]["bytes"]["mean"] == recorded.bytes_total and content["paper"]["uq"]["accuracy"] == 89.0
-    assert "| CNN | digits | i.i.d. | FP8 FedAvg-UQ | 89.0 ± 1.0 |" in (tmp_path / "table1.md").read_text()
+    assert "| CNN | digits | i.i.d. | FP8FedAvg-UQ | 89.0 ± 1.0 |" in (tmp_path / "table1.md").read_text()
     for name in ("table1.csv", "report.html", "digits/compare.json"):
         assert (tmp_path / name).stat().st_size > 0
 

@@ -1,6 +1,5 @@
 """benchmarks/peers.py: every wire's bytes decode to what it claims, and the federation is the engine's."""
 
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedfp8.errors import ConfigError
 from fedfp8.link.wire import WIRES as LINKS
 from fl_tools import Inline, rounds_with, start, tiny
 
@@ -225,17 +225,72 @@ def test_the_table_has_bytes_gain_accuracy_and_speed(peers) -> None:
 
 def test_what_beats_us_is_listed_best_first(peers) -> None:
     rows = [
-        {"wire": "DQ (ours)", "bytes_up": 10.0, "gain": 5.0, "gain_at": 0.5},
-        {"wire": "DQ with start (ours)", "bytes_up": 1.0, "gain": 50.0, "gain_at": 0.5},
-        {"wire": "one", "bytes_up": 9.0, "gain": None, "gain_at": None},
-        {"wire": "two", "bytes_up": 8.0, "gain": 4.0, "gain_at": 0.9},
+        {"wire": "DQ (ours)", "bytes_up": 10.0, "gain": 5.0, "gain_at": 0.5, "accuracy_20": 0.7},
+        {"wire": "DQ with start (ours)", "bytes_up": 1.0, "gain": 50.0, "gain_at": 0.5, "accuracy_20": 0.8},
+        {"wire": "one", "bytes_up": 9.0, "gain": None, "gain_at": None, "accuracy_20": 0.1},
+        {"wire": "two", "bytes_up": 8.0, "gain": 4.0, "gain_at": 0.9, "accuracy_20": 0.9},
     ]
-    assert peers.beaten(rows) == ["- bytes_up: DQ 10, better are two 8; one 9"]
+    assert peers.beaten(rows) == [
+        "- bytes up: DQ 10, better are two 8; one 9",
+        "- accuracy at round 20: DQ 70.0 %, better are two 90.0 %",
+    ]
 
 
-@pytest.mark.parametrize("name", ["peers-digits", "peers-digits-NNCodec"])
-def test_the_docs_show_the_tables_that_were_kept(peers, name: str) -> None:
-    root = Path(__file__).parents[1]
-    kept = json.loads((root / "benchmarks/results" / f"{name}.json").read_text())
-    assert peers.markdown(kept["tables"]) in (root / "docs/peers.md").read_text()
-    assert kept["better_than_dq"] == peers.beaten(kept["tables"])
+def test_the_docs_show_the_tables_that_were_kept(peers, tmp_path: Path) -> None:
+    """`python benchmarks/peers.py --docs docs/peers.md` would change nothing, and a page without markers is refused."""
+    page = Path(__file__).parents[1] / "docs/peers.md"
+    assert peers.MARKS.search(page.read_text())[0].partition("\n\n")[2].strip() == peers.sections().strip()
+    other = tmp_path / "page.md"
+    other.write_text("before\n<!-- peers:begin -->\nold\n<!-- peers:end -->\nafter\n")
+    peers.update_docs(other)
+    assert "old" not in other.read_text() and peers.sections() in other.read_text()
+    other.write_text("nothing")
+    with pytest.raises(ConfigError, match="must hold"):
+        peers.update_docs(other)
+
+
+def test_a_wire_that_is_done_is_not_run_again(peers, tmp_path: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("sklearn")
+    config, names = tiny("fp32", 2), ["FP32", peers.OURS]
+    first = peers.measure(config, [0, 1], names, tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 4 and not list(tmp_path.glob("*.part"))
+    (tmp_path / "FP32-seed1.json").unlink()
+    ran, run = [], peers.run
+    monkeypatch.setattr(peers, "run", lambda peer, config, *rest: ran.append(config.seed) or run(peer, config, *rest))
+    again = peers.measure(config, [0, 1], names, tmp_path)
+    assert ran == [1]  # only what was missing
+    for one, other in zip(first[0], again[0], strict=True):
+        assert {k: v for k, v in one.items() if "mbps" not in k} == {k: v for k, v in other.items() if "mbps" not in k}
+    with pytest.raises(ConfigError, match="other settings"):
+        peers.measure(tiny("fp32", 3), [0], names, tmp_path)
+
+
+def test_gains_have_the_spread_between_seeds(peers) -> None:
+    """And there is none where a side is at chance."""
+
+    def run(accuracies: list[float], size: int) -> tuple:
+        lines = [
+            {"round": n, "accuracy": a, "bytes_total": n * size, "clients": []}
+            for n, a in enumerate([0.1, *accuracies])
+        ]
+        return lines, {}
+
+    config = tiny("fp32", 2)
+    base, method = [run([0.5, 0.9], 100)] * 2, [run([0.5, 0.9], 10), run([0.5, 0.9], 20)]
+    assert peers.gain(base, method, config) == (7.5, 0.9, pytest.approx(2.5 * 2**0.5))
+    assert peers.gain(base[:1], method[:1], config) == (10.0, 0.9, None)
+    assert peers.gain(base, [run([0.1, 0.11], 10)] * 2, config) == (None, None, None)
+    rows = [
+        {
+            "wire": "x",
+            "bytes_up": 1,
+            "bytes_down": 1,
+            "gain": 7.5,
+            "gain_at": 0.9,
+            "gain_std": 3.54,
+            "bytes_of_dq": None,
+        }
+    ]
+    rows = [r | {f"{side}_up_mbps": 1.0 for side in ("encode", "decode")} for r in rows]
+    assert "7.50 ± 3.54" in peers.markdown(rows)
+    assert "not learned yet" in peers.markdown([rows[0] | {"gain": None, "gain_at": None, "gain_std": None}])

@@ -1,7 +1,10 @@
 """README and the tree in docs/architecture.md agree with the disk. The other pages: test_docs.py."""
 
+import ast
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -40,7 +43,17 @@ def test_every_package_is_in_the_tree():
     assert not set(packages) - named, f"the tree lacks {sorted(set(packages) - named)}"
 
 
-def test_the_example_in_the_readme_is_the_tested_file():
-    shown = re.search(r"<!-- example:(\S+) -->\n```python\n(.*?)```", README, re.S)
-    assert shown, "README shows no example"
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/own-system.md"])
+def test_the_example_on_a_page_is_the_tested_file(page):
+    shown = re.search(r"<!-- example:(\S+) -->\n```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    assert shown, f"{page} shows no example"
     assert shown[2].strip() == (ROOT / shown[1]).read_text().strip()
+
+
+def test_the_readme_tells_the_length_of_the_example():
+    assert "in under fifty lines" in README
+    module = ast.parse((ROOT / "examples/own_system.py").read_text())
+    nodes = [n for n in module.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]  # without its docstring
+    lines = (ROOT / "examples/own_system.py").read_text().splitlines()
+    code = [line for n in nodes for line in lines[n.lineno - 1 : n.end_lineno] if line.strip()]
+    assert 40 <= len(code) < 50

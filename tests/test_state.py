@@ -203,14 +203,14 @@ def test_codes_of_weights_and_the_rest_as_it_is(rounding: str) -> None:
     back = dequantize_state(q)
     for index, spec in enumerate(LAYOUT):
         if spec.kind == "fp8":
-            alpha, dice = s[spec.range], tensor_seed(9, index)
+            alpha, seed = s[spec.range], tensor_seed(9, index)
             flat = s[spec.name].view(-1)
-            assert torch.equal(q.codes[spec.name], to_codes(flat, alpha, spec.format, rounding=rounding, seed=dice))
-            expected = quantize(s[spec.name], alpha, spec.format, rounding=rounding, seed=dice)
+            assert torch.equal(q.codes[spec.name], to_codes(flat, alpha, spec.format, rounding=rounding, seed=seed))
+            expected = quantize(s[spec.name], alpha, spec.format, rounding=rounding, seed=seed)
             assert torch.equal(back[spec.name], expected)
         else:
             assert torch.equal(back[spec.name], s[spec.name])
-    # what was decoded is on the grid: quantizing it again, by whatever dice, changes nothing
+    # what was decoded is on the grid: quantizing it again, by whatever random bits, changes nothing
     assert equal(dequantize_state(quantize_state(back, seed=10, rounding=rounding)), back)
 
 
@@ -227,9 +227,9 @@ def test_dithered_codes_of_every_float_tensor() -> None:
         step = q.steps.get(spec.name)
         if step:
             assert step == float(np.float32(0.3 * rms(s[spec.name])))
-            dice = tensor_seed(9, index)
-            assert torch.equal(q.codes[spec.name], dither(s[spec.name].view(-1), step, seed=dice))
-            assert torch.equal(back[spec.name].view(-1), undither(q.codes[spec.name], step, seed=dice))
+            seed = tensor_seed(9, index)
+            assert torch.equal(q.codes[spec.name], dither(s[spec.name].view(-1), step, seed=seed))
+            assert torch.equal(back[spec.name].view(-1), undither(q.codes[spec.name], step, seed=seed))
             largest = float(s[spec.name].abs().max())
             assert float((back[spec.name] - s[spec.name]).abs().max()) <= step / 2 + 2.0**-21 * largest
         else:
@@ -257,7 +257,7 @@ def test_a_spike_sets_a_floor_on_the_step() -> None:
     assert q.steps["w"] == float(np.float32(100.0 / 2**19))
 
 
-def test_every_message_and_tensor_has_its_own_dice() -> None:
+def test_every_message_and_tensor_has_its_own_random_bits() -> None:
     same = torch.full((2000,), 0.31)
     layout = Layout((TensorSpec("a", (2000,)), TensorSpec("b", (2000,))))
     s = State(layout, {"a": same, "b": same.clone()})

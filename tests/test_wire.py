@@ -121,19 +121,19 @@ def test_a_model_that_did_not_move_costs_a_flag_a_tensor(rounding: str) -> None:
     assert len(payload) <= 30 + 8 + 8 + 2
 
 
-def test_weights_that_sit_on_the_grid_are_predicted_without_dice() -> None:
-    """Nearest-rounded weights stay put under stochastic rounding; the dice would only blur the reference."""
+def test_weights_that_sit_on_the_grid_are_predicted_without_random_bits() -> None:
+    """Nearest-rounded weights stay put under stochastic rounding; the random bits would only blur the reference."""
     values = bell(40000)
     q = quantized(one_weight(quantize(values, 2.0), 2.0), "stochastic")
     reference = one_weight(values * 1.0001, 2.0)
     payload = round_trip(q, reference)
     rows = wire.inspect(payload, q.layout).rows
-    assert rows is not None and rows[0].mode == "reference, no dice"
+    assert rows is not None and rows[0].mode == "reference, no random bits"
     assert rows[0].bits_per_weight < 0.1
 
 
-def test_dice_make_the_prediction() -> None:
-    """The predictor's codes are those of the quantizer, with and without dice, and its places lie where they should."""
+def test_random_bits_make_the_prediction() -> None:
+    """The predictor's codes are those of the quantizer, with and without random bits, and its places are right."""
     old = bell(50000)
     q = quantized(one_weight(old, 1.7), "stochastic")
     plan = next(codec.plans(q, [one_weight(old, 9.0)]))
@@ -144,15 +144,15 @@ def test_dice_make_the_prediction() -> None:
     assert np.array_equal(steps.predicted(plan, plan.references[0], True), d.codes["w"].numpy())
 
 
-def test_known_dice_cost_fewer_bits() -> None:
-    """Independent stochastic rounding of a model that did not move costs 1.2 bits a weight without its dice."""
+def test_known_random_bits_cost_fewer_bits() -> None:
+    """Independent stochastic rounding of a model that did not move costs 1.2 bits a weight without its random bits."""
     values = bell(60000)
     q = quantized(one_weight(values, 2.0), "stochastic")
     plan = next(codec.plans(q, [one_weight(values + 0.001 * bell(60000, 1), 2.0)]))
     codes = q.codes["w"].numpy()
-    with_dice = len(codec.encode(plan, codes, True)[1])
-    blind = codec.Plan(**{**plan.__dict__, "dice": False})
-    assert with_dice * 4 < len(codec.encode(blind, codes, True)[1])
+    with_bits = len(codec.encode(plan, codes, True)[1])
+    blind = codec.Plan(**{**plan.__dict__, "random": False})
+    assert with_bits * 4 < len(codec.encode(blind, codes, True)[1])
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "dithered"])
@@ -457,7 +457,7 @@ def test_inspection_of_version_2() -> None:
 
 def test_a_change_alone_costs_no_more_than_a_model_given_its_reference() -> None:
     """The uplink's case, 0.3 bits a weight: the change on its own grid against `local` given `received`, and against
-    the entropy given the dice (place in the cell as the context), with its own bias taken out."""
+    the entropy given the random bits (place in the cell as the context), with its own bias taken out."""
     n = 200_000
     received, change = bell(n) * 0.05, bell(n, 1) * 0.003
     step = {"w": float(8 * change.square().mean().sqrt())}
@@ -549,7 +549,7 @@ def test_a_mix_is_rounded_once() -> None:
     given = tuple(codec.Reference(v, 1.0) for v in values)
     coefficients = tuple(float(np.float32(c)) for c in (0.7, -1.3, 1e-5))
     for k in (2, 3):
-        out = Mix(given[:k], coefficients[:k]).piece(7, 40_000, np.empty(39_993, np.float32))
+        out = Mix(given[:k], coefficients[:k]).piece(7, 40_000)
         exact = sum(c * v[7:40_000].astype(np.float64) for c, v in zip(coefficients[:k], values[:k], strict=True))
         assert np.array_equal(out, np.asarray(exact).astype(np.float32))
 

@@ -86,7 +86,7 @@ def _two_weights() -> Case:
 
 
 def _large() -> Case:
-    """Four lanes, several blocks, a tensor that did not move, and one without dice would be cheaper."""
+    """Four lanes, several blocks, a tensor that did not move, and one without random bits would be cheaper."""
     layout = small_model(E4M3, 200, 200)
     state = small_state(layout)
     q = quantize_state(state, seed=1, rounding="stochastic")

@@ -222,7 +222,7 @@ def test_version_2_without_what_is_new_decodes_too() -> None:
 @pytest.mark.parametrize("mode", [8, 9, 12, 13, 18, 19, 24, 25, 27, 30, 31, 34, 42, 58, 66, 130, 255])
 @pytest.mark.parametrize("name", ["dithered", "two"])
 def test_references_and_modes_that_the_message_does_not_have(name: str, mode: int) -> None:
-    """Index 2 and above, an index on raw or static, no dice on the uniform grid, and a mix that is "same"."""
+    """Index 2 and above, an index on raw or static, no random bits on the uniform grid, and a mix that is "same"."""
     payload = PAYLOADS[name]
     at = wire.header(payload).size + 4 + 4 + 8 + 3 * 4  # alpha, beta, an int64; steps of three tensors
 

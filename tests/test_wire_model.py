@@ -13,7 +13,7 @@ import torch
 from fedfp8 import E4M3, Format
 from fedfp8.fp8 import hash_uniform
 from fedfp8.model.state import quantize_state
-from fedfp8.wire import codec, model, rans, steps, stream
+from fedfp8.wire import codec, model, rans, search, steps, stream
 from tools import FORMATS
 from wire_cases import bell
 
@@ -34,7 +34,7 @@ BENCH = bench_wire()
 def test_priors_are_distributions(format: Format | None) -> None:
     """Rows sum to 2**16, up to one for each token (a floor of 1, rounding) and what lies beyond the last step, which
     for sigma below 8 cells is 256 / 8 = 32 sigma away: nothing. Intervals do not overlap."""
-    grid = model.grid_of(format)
+    grid = model.intervals_of(format)
     order = [*range(model.TOKENS - 2, 0, -2), 0, *range(1, model.TOKENS - 1, 2)]  # from the lowest step to the highest
     lo, hi = grid.lo[:, order], grid.hi[:, order]
     assert (hi >= lo).all() and np.array_equal(lo[:, 1:], hi[:, :-1])
@@ -115,7 +115,7 @@ def test_rans_is_as_short_as_constriction(n: int) -> None:
 
 
 def test_contexts_by_hand() -> None:
-    """Places and classes of the uniform grid, recomputed in float64 from the dice."""
+    """Places and classes of the uniform grid, recomputed in float64 from the random bits."""
     old = bell(20000)
     state = BENCH.one(old, 1.0)
     q = quantize_state(state, seed=3, rounding="dithered", step={"w": 0.37})
@@ -183,3 +183,31 @@ def test_extra_memory_is_bounded() -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8 * plan.size + len(data) + plan.size + 24 * stream.PIECE
+
+
+@pytest.mark.parametrize("format", [None, E4M3])
+@pytest.mark.parametrize("width", [0.1, 1.0, 12.0])
+def test_search_finds_what_a_plain_search_finds(format: Format | None, width: float) -> None:
+    """The same costs, the same order, the same ties: a message's bytes depend on it."""
+    costs = model.costs_of(format)
+    random = np.random.default_rng(int(10 * width))
+    counts = np.zeros(costs.table.shape[2], np.int32)
+    tokens = np.minimum(np.abs(random.normal(0, width, 500)).astype(int), model.TOKENS - 1)
+    np.add.at(counts, random.integers(0, costs.table.shape[2] // model.TOKENS, 500) * model.TOKENS + tokens, 1)
+
+    def cost(shape: int, scale: int) -> int:
+        number = shape * len(model.SCALES) + scale - model.SCALES[0]
+        costs.make(number)
+        return int((costs.table[shape, scale - model.SCALES[0]].astype(np.int64) * counts).sum())
+
+    start = min(model.SCALES[::16], key=lambda scale: cost(0, scale))
+    found = []
+    for shape in range(len(model.SHAPES)):
+        best = cost(shape, start), start
+        for move in (8, 4, 2, 1):
+            near = [s for s in (best[1] - move, best[1] + move) if s in model.SCALES]
+            best = min([best, *((cost(shape, s), s) for s in near)])
+        found.append((best[0], shape, best[1]))
+        start = min(found)[2]
+    missing, total, shape, scale = search.cheapest(counts, costs.table, costs.made)
+    assert (missing, (total, shape, model.SCALES[scale])) == (-1, min(found))

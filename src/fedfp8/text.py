@@ -1,6 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers and tables as people read them."""
 
-__all__ = ["size_text"]
+from collections.abc import Iterable, Sequence
+
+__all__ = ["markdown_table", "size_text"]
 
 
 def size_text(size: float) -> str:
@@ -9,3 +11,10 @@ def size_text(size: float) -> str:
         if size >= 0.9995 * unit:
             return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
     return f"{size:.0f} B"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(header), "|---" * len(header) + "|", *map(line, rows)])

@@ -20,7 +20,7 @@ def main(grid: Grid, context: Context) -> None:
         model.load_state_dict(arrays.to_torch_state_dict())
         return MetricRecord({"accuracy": accuracy(model)})
 
-    strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=10)
+    strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=int(context.run_config["nodes"]))
     result = strategy.start(
         grid=grid,
         initial_arrays=ArrayRecord(model.state_dict()),

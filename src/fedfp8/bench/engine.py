@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from fedfp8 import models
-from fedfp8.bench.timing import interleave
+from fedfp8.bench.timing import interleave, one_thread
 from fedfp8.fl import Config, preset
 from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.client import Assignment, Reply
 from fedfp8.fl.config import ServerConfig
 from fedfp8.fl.federation import Federation, from_tensors
 from fedfp8.fl.pool import Pool
@@ -52,9 +52,9 @@ def run(*, rounds: int = 9, methods: tuple[str, ...] = ("fp32", "uq", "dq")) -> 
 
 
 def federation_of(config: Config, clients: int, examples: int) -> Federation:
-    dice = generator(0, "bench", "engine")
+    rng = generator(0, "bench", "engine")
     data = [
-        (torch.randn(examples, 3, 32, 32, generator=dice), torch.randint(10, (examples,), generator=dice))
+        (torch.randn(examples, 3, 32, 32, generator=rng), torch.randint(10, (examples,), generator=rng))
         for _ in range(clients)
     ]
     return from_tensors(config, models.build("lenet", 10, seed=0), data, data[0])
@@ -66,8 +66,8 @@ class Counted:
     def __init__(self, workers: Workers) -> None:
         self.workers, self.training, self.notes = workers, 0.0, workers.notes
 
-    def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        for reply in self.workers.train(tasks):
+    def train(self, assignments: Iterator[Assignment]) -> Iterator[Reply]:
+        for reply in self.workers.train(assignments):
             self.training += reply.training
             yield reply
 
@@ -87,7 +87,7 @@ def overhead_rows(
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
         server = Server(0, state_of(federation.network(config)))
         link = server_link(config, federation, server.state, folder.models)
-        with Pool(config, federation, folder.models, workers) as pool:
+        with Pool(workers).begin(config, federation, folder.models) as pool:
             for index in range(WARM_UP + rounds):
                 counted, before, begin = Counted(pool), processor_seconds(pool), time.perf_counter()
                 server, record = run_round(server, config, federation, counted, link)
@@ -143,7 +143,7 @@ def peak_of_server(cohort: int, clients: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as path, RunFolder.create(Path(path), config) as folder:
         server = Server(0, state_of(federation.network(config)))
         link = server_link(config, federation, server.state, folder.models)
-        with Pool(config, federation, folder.models, 1) as pool:
+        with Pool(1).begin(config, federation, folder.models) as pool:
             for _ in range(rounds):
                 server, _ = run_round(server, config, federation, pool, link)
                 folder.save(server, link, {})
@@ -153,9 +153,7 @@ def peak_of_server(cohort: int, clients: int, rounds: int) -> None:
 
 def optimize_rows(turns: int = 5) -> list[Row]:
     """ServerOptimize on ResNet18 in units of one quantize pass over its weights, for two cohorts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         state = state_of(prepare(models.build("resnet18", 10, seed=0)))
         means = {clients: _cohort_mean(state, clients) for clients in (3, 30)}
         coded = [(state[s.name], float(state[s.range]), s.format) for s in state.layout if s.range and s.format]
@@ -163,8 +161,6 @@ def optimize_rows(turns: int = 5) -> list[Row]:
         for clients, mean in means.items():
             calls[str(clients)] = lambda mean=mean: server_optimize(mean, ServerConfig(optimize=True), 1)
         timings = interleave(calls, turns=turns, warmup=1)
-    finally:
-        torch.set_num_threads(threads)
     weights = sum(w.numel() for w, _, _ in coded)
     rows = [
         row(

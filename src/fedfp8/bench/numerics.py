@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fedfp8.bench.textbook import brevitas_quantizer, float8_round_trip, textbook_quantize
-from fedfp8.bench.timing import Timings, interleave
+from fedfp8.bench.timing import Timings, interleave, one_thread
 from fedfp8.fp8 import E4M3, dither, fake_quantize, from_codes, quantize, to_codes, undither
 from fedfp8.fp8.grid import grid_for
 from fedfp8.rng import generator
 
-__all__ = ["SIZES", "TRAINING_SIZE", "run", "run_size", "run_training"]
+__all__ = ["SIZES", "TRAINING_SIZE", "by_size", "run", "run_size", "run_training"]
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
@@ -31,21 +31,34 @@ TRAINING_BUDGET = 10.0
 
 
 def run(sizes: tuple[int, ...] = SIZES, *, turns: int = 31) -> list[Row]:
-    """All rows of the numerics table in docs/benchmarks.md, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rows = [row for n in sizes for row in run_size(n, turns=turns)]
-        return rows + run_training(turns=turns)
-    finally:
-        torch.set_num_threads(threads)
+    """All rows: `run_size` for every size, then `run_training`."""
+    return [row for n in sizes for row in run_size(n, turns=turns)] + run_training(turns=turns)
+
+
+def by_size(rows: list[Row]) -> list[Row]:
+    """A row a function with a column a size, as docs/benchmarks.md has them; time and budget are of the middle size."""
+    sizes = sorted({row["size"] for row in rows})
+    found: dict[str, Row] = {}
+    for row in rows:
+        line = found.setdefault(row["name"], {"function": row["name"]})
+        line[f"{row['size']:,}"] = row["ratio"]
+        if row["size"] == sizes[len(sizes) // 2]:
+            line |= {
+                "in units of": row["baseline"],
+                "µs": row["microseconds"],
+                "budget": row["budget"],
+                "ok": row["ok"],
+            }
+    order = ["function", *(f"{n:,}" for n in sizes), "in units of", "µs", "budget", "ok"]
+    return [{key: line[key] for key in order} for line in found.values()]
 
 
 def run_size(n: int, *, turns: int = 31) -> list[Row]:
     """One row per function at n elements; large tensors take fewer turns."""
     x = torch.randn(n, generator=generator(0, "bench", n))
     calls = {**_copies(x), **_ours(x), **_kernels(x), **_others(x)}
-    timings = interleave(calls, turns=max(9, int(turns * min(1.0, (1 << 21) / n))), clock=thread_time)
+    with one_thread():
+        timings = interleave(calls, turns=max(9, int(turns * min(1.0, (1 << 21) / n))), clock=thread_time)
     return [
         _row(name, n, timings, BASELINES.get(name, "copy_"), BUDGETS.get(name) if n == BUDGET_SIZE else None)
         for name in calls
@@ -112,7 +125,8 @@ def run_training(n: int = TRAINING_SIZE, *, turns: int = 31) -> list[Row]:
 
     ours, textbook = "fake_quantize forward+backward", "textbook forward+backward"
     calls = {ours: both(fake_quantize), textbook: both(textbook_quantize)}
-    timings = interleave(calls, turns=turns)  # wall time: autograd's backward pass may run on a thread of its own
+    with one_thread():
+        timings = interleave(calls, turns=turns)  # wall time: autograd's backward pass may run on a thread of its own
     return [_row(ours, n, timings, textbook, TRAINING_BUDGET), _row(textbook, n, timings, textbook, None)]
 
 

@@ -8,13 +8,15 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from fedfp8.machine import cores, processor
+from fedfp8.text import markdown_table
 
-__all__ = ["Timings", "interleave", "machine", "table"]
+__all__ = ["Timings", "interleave", "machine", "one_thread", "table"]
 
 SHORTEST = 1e-3  # seconds; shorter calls are repeated inside a turn
 
@@ -77,6 +79,18 @@ def _repeats(call: Callable[[], object], clock: Callable[[], float]) -> int:
     return max(1, round(SHORTEST / max(_time(call, 3, clock), 1e-7)))
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def machine() -> dict[str, str]:
     """What a reader needs to judge a number: processor, system, versions, date."""
     import numba
@@ -102,5 +116,4 @@ def table(rows: list[dict[str, Any]]) -> str:
             return "yes" if value else "no"
         return "" if value is None else value if isinstance(value, str) else f"{value:,}"
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(v) for v in row.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(list(rows[0]), [[cell(v) for v in row.values()] for row in rows])

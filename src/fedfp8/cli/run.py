@@ -20,12 +20,12 @@ __all__ = ["register"]
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 Config = Any  # fedfp8.fl.Config; imported late so that `fedfp8 --help` does not wait for torch
 
-PRESET_HELP = "What to train on what: digits, or a cell of the paper's Table 1 such as lenet-cifar10-iid."
+PRESET_HELP = "What to train on what: digits (default), or a cell of the paper's Table 1 such as lenet-cifar10-iid."
 METHODS_HELP = (
     "Comma-separated; fp32 is what gains are measured against. A method may have settings of its own, as in "
     "dq:dq.kappa_up=16, and is then a variant with its own row."
 )
-METHOD_HELP = "fp32, bq (nearest), uq (stochastic), uq+ (with ServerOptimize), dq (dithered, ours)."
+METHOD_HELP = "fp32, bq (nearest), uq (stochastic, default), uq+ (with ServerOptimize), dq (dithered, ours)."
 SET_HELP = (
     "Any setting as section.field=value, e.g. --set dq.kappa_up=4; may be repeated. All of them: fedfp8 settings."
 )
@@ -266,11 +266,11 @@ def train(
             history = fl.resume(folder, workers=count, device=device, on_round=on_round)
         else:
             history = fl.run(config, out=folder, workers=count, device=device, overwrite=overwrite, on_round=on_round)
-        display.say(outcome(history.summary, folder))
-        if not history.summary["finished"]:
-            reached = history.summary["rounds"]
-            typer.echo(f"Stopped after round {reached}. Continue with: fedfp8 resume {folder}", err=True)
-            raise typer.Exit(INTERRUPTED)
+    display.say(outcome(history.summary, folder))
+    if not history.summary["finished"]:
+        reached = history.summary["rounds"]
+        typer.echo(f"Stopped after round {reached}. Continue with: fedfp8 resume {folder}", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def about(config: Config, folder: Path, workers: int, done: int = 0) -> str:
@@ -333,23 +333,25 @@ def compare_all(
     device: str | None = None,
 ) -> None:
     """Run all configs (each with the name of its variant), every one in its own folder, then write the report."""
+    from fedfp8.fl import Pool
     from fedfp8.paper.jobs import find_job
     from fedfp8.paper.report import write_report
     from fedfp8.paper.reproduce import Clock, run_job
     from fedfp8.paper.sizes import measure_sizes
 
     jobs = [find_job(config, folder, variant, overwrite=overwrite) for config, variant in plan]
-    count, hint = cores() if workers is None else workers, f"The same command again continues where it was ({folder})."
-    with resumable(hint), Display(Clock(dict.fromkeys(jobs, 1.0)), as_json=as_json) as display:
-        for job in jobs:
-            on_round = display.on_round(job)
-            if not run_job(job, workers=count, device=device, on_round=on_round, overwrite=overwrite):
-                typer.echo(f"Stopped. {hint}", err=True)
-                raise typer.Exit(INTERRUPTED)
+    count, clock = cores() if workers is None else workers, Clock(dict.fromkeys(jobs, 1.0))
+    hint = f"The same command {'begins anew' if overwrite else 'again continues where it was'} ({folder})."
+    with resumable(hint), Display(clock, as_json=as_json) as display, Pool(count, device) as pool:
+        complete = all(run_job(job, pool, on_round=display.on_round(job), overwrite=overwrite) for job in jobs)
+    if not complete:
+        typer.echo(f"Stopped. {hint}", err=True)
+        raise typer.Exit(INTERRUPTED)
     for job in jobs:
         measure_sizes(job.folder)  # of raw FP8 messages, for the gain without the lossless stage
     report = write_report(folder, [job.folder for job in jobs])
     if not as_json:
-        typer.echo(f"\n{report.comparisons[0].text}\n\n{report.headline}")
+        width = display.console.width if display.live else 0
+        typer.echo(f"\n{report.comparisons[0].text(width)}\n\n{report.headline}")
         typer.echo(f"report: {report.path}   plot: {folder / 'compare.png'}")
         typer.echo(f"table: {folder / 'compare.md'}   records: {folder / 'compare.json'}")

@@ -120,46 +120,42 @@ def settings(
 
 
 def bench(
-    only: Annotated[
-        str, typer.Option(metavar="TABLE,...", help="Of numerics, round, step, wire, input; default: all there are.")
-    ] = "",
+    only: Annotated[str, typer.Option(metavar="TABLE,...", help="Only these tables; default: all there are.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A trial on little data: its numbers mean nothing.")] = False,
     as_json: Json = False,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also keep each table as DIR/TABLE.json, e.g. benchmarks/results."),
+        typer.Option(metavar="DIR", help="Where each table is kept as TABLE.json; in a clone benchmarks/results."),
+    ] = None,
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PAGE", help="Measure nothing; put the kept tables between the markers of this page."),
     ] = None,
 ) -> None:
-    """The tables of docs/benchmarks.md, measured on this machine; half an hour for all of them.
+    """Measure the tables of docs/benchmarks.md on this machine (ten minutes), or put the kept ones into pages.
 
-    numerics and round come with the package; step, wire and input need the repository's benchmarks/ folder.
+    numerics, training, round, server, scale and known come with the package; the others need a clone of the repository.
     """
     from fedfp8.bench import tables
 
-    names = tables.chosen(only)
-    found = {}
-    for name in names:
+    if docs:
+        typer.echo(f"put: {', '.join(tables.update_docs(docs, keep or tables.RESULTS))}")
+        return
+    folder = tables.RESULTS if keep is None and not quick and tables.SCRIPTS.exists() else keep
+    found = []
+    for name in tables.chosen(only):
+        typer.echo(f"\n{name}: {tables.TABLES[name].about}", err=as_json)
+        found.append(tables.measure(name, quick=quick))
         if not as_json:
-            typer.echo(f"\n{name}: {tables.TABLES[name]}")
-        found[name] = tables.measure(name)
-        if not as_json:
-            for rows in tables.rows_of(found[name]):
-                show(rows)
-        if keep is not None:
-            typer.echo(f"kept: {tables.keep(name, found[name], keep)}", err=as_json)
+            show(tables.shown(name, found[-1]["rows"]))
+        if folder is not None:
+            typer.echo(f"kept: {tables.keep(found[-1], folder)}", err=as_json)
     if as_json:
-        typer.echo(json.dumps(tables.with_circumstances(found), indent=2))
+        typer.echo(json.dumps(found, indent=2))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Rows as a table; the columns are all keys that occur."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    shown = Table(*columns)
+    table = Table(*rows[0])
     for row in rows:
-        shown.add_row(*(text(row.get(column)) for column in columns))
-    Console().print(shown)
-
-
-def text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "yes", False: "no"}[value]
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
+        table.add_row(*("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()))
+    Console().print(table)

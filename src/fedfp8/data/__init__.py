@@ -8,10 +8,10 @@
 Nothing here imports pyarrow, librosa, PIL, datasets, scikit-learn or matplotlib before it is needed.
 """
 
-from fedfp8.data.datasets import Dataset, load
+from fedfp8.data.datasets import Dataset, by_file, load
 from fedfp8.data.features import FEATURES, MFCC
 from fedfp8.data.manage import Check, Listing, check, fetch, list_datasets
-from fedfp8.data.partition import KINDS, partition
+from fedfp8.data.partitions import KINDS, partition
 from fedfp8.data.report import ClientRow, PartitionReport, draw_partition, partition_report
 from fedfp8.data.transform import Transform, transform_for
 
@@ -25,6 +25,7 @@ __all__ = [
     "Listing",
     "PartitionReport",
     "Transform",
+    "by_file",
     "check",
     "draw_partition",
     "fetch",

@@ -5,11 +5,11 @@
 
 Loading checks what was found (counts, classes, shapes, checksums where known) and keeps the decoded arrays in
 a cache (:mod:`fedfp8.data.cache`), so every later load, in any process, maps the same pages and copies
-nothing. To hand tensors to worker processes instead of letting them map the cache, use :meth:`Dataset.share`.
+nothing. A process that starts others gives them :func:`by_file` of the tensors, to map the same files.
 """
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from fedfp8.data.spec import SPECS, Spec
 from fedfp8.data.speech import read_speech
 from fedfp8.errors import DataError, extra
 
-__all__ = ["Dataset", "load", "spec_of"]
+__all__ = ["Dataset", "by_file", "load", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,33 @@ class Dataset:
     def num_classes(self) -> int:
         return len(self.classes)
 
-    def share(self) -> "Dataset":
-        """The same data in shared memory: passing it to a torch.multiprocessing process copies nothing.
 
-        A memory-mapped tensor cannot itself be sent, so this costs one copy into shared memory.
-        """
+@dataclass(frozen=True)
+class Mapped:
+    """A tensor in a file. Pickled, it becomes the tensor: mapped, not copied, by whoever unpickles it."""
 
-        def shared(tensor: Tensor) -> Tensor:
-            return tensor if tensor.is_shared() else tensor.clone().share_memory_()
+    path: str
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
 
-        return replace(
-            self,
-            train_x=shared(self.train_x),
-            train_y=shared(self.train_y),
-            test_x=shared(self.test_x),
-            test_y=shared(self.test_y),
-            train_groups=None if self.train_groups is None else shared(self.train_groups),
-        )
+    def __reduce__(self) -> Any:
+        return map_tensor, (self.path, self.dtype, self.offset, self.shape)
+
+
+def map_tensor(path: str, dtype: str, offset: int, shape: tuple[int, ...]) -> Tensor:
+    """Copy-on-write, so that nobody changes what others see. What is computed from the tensor has no `mapped`."""
+    tensor = torch.from_numpy(np.memmap(path, dtype, "c", offset, shape))
+    tensor.mapped = Mapped(path, dtype, offset, shape)  # type: ignore[attr-defined]
+    return tensor
+
+
+def by_file(tensor: Tensor) -> Tensor | Mapped:
+    """What to pickle of a tensor for another process here: its file, if it was mapped from one that still exists."""
+    mapped: Mapped | None = getattr(tensor, "mapped", None)
+    if mapped is None:
+        return tensor
+    return mapped if os.path.exists(mapped.path) else tensor.detach()
 
 
 def spec_of(name: str) -> Spec:
@@ -109,7 +119,7 @@ def load(
 
 
 def _as_dataset(name: str, arrays: Arrays, meta: Meta) -> Dataset:
-    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    tensors = {key: _as_tensor(array) for key, array in arrays.items()}
     return Dataset(
         name=name,
         classes=tuple(meta["classes"]),
@@ -117,6 +127,12 @@ def _as_dataset(name: str, arrays: Arrays, meta: Meta) -> Dataset:
         verified=meta["verified"],
         **tensors,
     )
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    if isinstance(array, np.memmap) and array.flags.c_contiguous:
+        return map_tensor(str(array.filename), array.dtype.str, array.offset, array.shape)
+    return torch.from_numpy(array)
 
 
 def read_digits() -> tuple[Arrays, Meta]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedfp8.data.partition import Indices
+from fedfp8.data.partitions import Indices
 from fedfp8.errors import extra
 
 __all__ = ["ClientRow", "PartitionReport", "draw_partition", "partition_report"]

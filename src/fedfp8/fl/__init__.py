@@ -2,6 +2,7 @@
 
 from fedfp8.fl.config import METHODS, Config, from_dict, to_dict, with_method, with_settings
 from fedfp8.fl.describe import to_toml
+from fedfp8.fl.pool import Pool
 from fedfp8.fl.presets import PRESETS, preset
 from fedfp8.fl.run import History, resume, run
 from fedfp8.fl.task import Metric, Task
@@ -12,6 +13,7 @@ __all__ = [
     "Config",
     "History",
     "Metric",
+    "Pool",
     "Task",
     "from_dict",
     "preset",

@@ -19,11 +19,11 @@ from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import header
 
-__all__ = ["Client", "Reply", "Task"]
+__all__ = ["Assignment", "Client", "Reply"]
 
 
 @dataclass(frozen=True)
-class Task:
+class Assignment:
     """What the server tells a client: take part in `round` starting from this model."""
 
     round: int
@@ -47,51 +47,51 @@ class Reply:
 
 
 class Client:
-    """Runs tasks for any client of a federation; keeps one network per format, and the last payload it decoded.
+    """Runs assignments for any client of a federation; keeps one network per format, and the last payload it decoded.
 
-    held: the model that the client of a task received last, if it still has it. A payload names its reference, so equal
-    bytes are an equal model: clients that are sent the same decode it once.
+    held: the model that the client of an assignment received last, if it still has it. A payload names its reference,
+    so equal bytes are an equal model: clients that are sent the same decode it once.
     """
 
-    def __init__(self, config: Config, federation: Federation, held: Callable[[Task], State | None]) -> None:
+    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], State | None]) -> None:
         self.config, self.federation, self.held = config, federation, held
         self.networks: dict[str, nn.Module] = {}
         self.start = state_of(self.network(federation.formats[0])) if shares_start(config) else None
         self._decoded: tuple[str, bytes, QuantState, State] | None = None  # format, payload and what is in it
 
-    def train(self, task: Task) -> Reply:
+    def train(self, assignment: Assignment) -> Reply:
         """Receive, LocalUpdate, send: the client's half of algorithm 3."""
         begin = time.perf_counter()
-        format = self.federation.formats[task.client]
+        format = self.federation.formats[assignment.client]
         model = self.network(format)
-        received = self.receive(task)
+        received = self.receive(assignment)
         load_state(model, received)
         before = time.thread_time()
-        loss = self._update(model, task, format)
+        loss = self._update(model, assignment, format)
         training = time.thread_time() - before
         local = state_of(model)
         local = local.with_layout(wire_for(self.config, format).layout_up(local.layout))
-        payload = write_reply(local, received, task.orders)
+        payload = write_reply(local, received, assignment.orders)
         seconds = time.perf_counter() - begin
-        return Reply(task.client, payload, self.federation.size(task.client), loss, seconds, training)
+        return Reply(assignment.client, payload, self.federation.size(assignment.client), loss, seconds, training)
 
     def network(self, format: str) -> nn.Module:
         if format not in self.networks:
             self.networks[format] = self.federation.network(self.config, format)
         return self.networks[format]
 
-    def receive(self, task: Task) -> State:
-        """The model of a task; LostReference if the client no longer has what it is coded given."""
-        format = self.federation.formats[task.client]
-        if self._decoded is None or self._decoded[:2] != (format, task.payload):
+    def receive(self, assignment: Assignment) -> State:
+        """The model of an assignment; LostReference if the client no longer has what it is coded given."""
+        format = self.federation.formats[assignment.client]
+        if self._decoded is None or self._decoded[:2] != (format, assignment.payload):
             layout = wire_for(self.config, format).layout_down(layout_of(self.network(format)))
-            wanted = header(task.payload).reference_fingerprints
+            wanted = header(assignment.payload).reference_fingerprints
             start = self.start.with_layout(layout) if self.start is not None else None
             known = [start] if start is not None and start.fingerprint in wanted else []
-            if len(known) < len(wanted) and (held := self.held(task)) is not None:
+            if len(known) < len(wanted) and (held := self.held(assignment)) is not None:
                 known.append(held)
-            message = read_message(task.payload, [layout], known)
-            self._decoded = format, task.payload, message, dequantize_state(message)
+            message = read_message(assignment.payload, [layout], known)
+            self._decoded = format, assignment.payload, message, dequantize_state(message)
         return self._decoded[3]
 
     @property
@@ -100,9 +100,10 @@ class Client:
         assert self._decoded is not None
         return self._decoded[2]
 
-    def _update(self, model: nn.Module, task: Task, format: str) -> float:
-        config, path = self.config, ("train", task.round, task.client)
+    def _update(self, model: nn.Module, assignment: Assignment, format: str) -> float:
+        config, client = self.config, assignment.client
+        path = "train", assignment.round, client
         if config.qat.rounding == "stochastic" and format != FP32:
             set_rounding(model, "stochastic", seed=derive_seed(config.seed, "qat", *path[1:]))
-        rate = learning_rate(config, task.round)
-        return local_update(model, self.federation, task.client, config.local, rate, generator(config.seed, *path))
+        rate = learning_rate(config, assignment.round)
+        return local_update(model, self.federation, client, config.local, rate, generator(config.seed, *path))

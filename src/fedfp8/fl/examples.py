@@ -28,7 +28,7 @@ class Source(Protocol):
     @property
     def size(self) -> int: ...
 
-    def batches(self, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
+    def batches(self, local: LocalConfig, rng: torch.Generator) -> Iterator[Batch]:
         """What a client trains on in a round."""
 
     def pieces(self, size: int) -> int:
@@ -48,8 +48,8 @@ class Part:
     def size(self) -> int:
         return len(self.rows)
 
-    def batches(self, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
-        return (self._take(rows) for rows in minibatches(self.rows, local, dice))
+    def batches(self, local: LocalConfig, rng: torch.Generator) -> Iterator[Batch]:
+        return (self._take(rows) for rows in minibatches(self.rows, local, rng))
 
     def pieces(self, size: int) -> int:
         return -(-len(self.rows) // size)
@@ -71,8 +71,8 @@ class Items:
     def size(self) -> int:
         return len(self.dataset)
 
-    def batches(self, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
-        return (self._take(rows.tolist()) for rows in minibatches(np.arange(self.size), local, dice))
+    def batches(self, local: LocalConfig, rng: torch.Generator) -> Iterator[Batch]:
+        return (self._take(rows.tolist()) for rows in minibatches(np.arange(self.size), local, rng))
 
     def pieces(self, size: int) -> int:
         return -(-self.size // size)
@@ -92,7 +92,7 @@ class Stream:
     function: Callable[[], Iterable[Batch]]
     size: int
 
-    def batches(self, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
+    def batches(self, local: LocalConfig, rng: torch.Generator) -> Iterator[Batch]:
         done = 0
         for _ in range(local.epochs or local.steps):
             for batch in self.function():
@@ -118,12 +118,12 @@ class Loader:
         return iter(self.loader)
 
 
-def minibatches(rows: "np.ndarray | torch.Tensor", local: LocalConfig, dice: torch.Generator) -> Iterator[torch.Tensor]:
+def minibatches(rows: "np.ndarray | torch.Tensor", local: LocalConfig, rng: torch.Generator) -> Iterator[torch.Tensor]:
     """Shuffled minibatches of a client's rows: `epochs` passes, or `steps` batches."""
     indices = torch.as_tensor(rows)
     done = 0
     for _ in range(local.epochs or local.steps):
-        for batch in indices[torch.randperm(len(indices), generator=dice)].split(local.batch_size):
+        for batch in indices[torch.randperm(len(indices), generator=rng)].split(local.batch_size):
             yield batch
             done += 1
             if local.steps and done == local.steps:

@@ -74,10 +74,10 @@ class Federation:
         """How many pieces the test set is evaluated in."""
         return self.test.pieces(self.piece)
 
-    def batches(self, client: int, local: LocalConfig, dice: torch.Generator) -> Iterator[Batch]:
+    def batches(self, client: int, local: LocalConfig, rng: torch.Generator) -> Iterator[Batch]:
         """What a client trains on in a round."""
-        for batch in self.clients[client].batches(local, dice):
-            yield self.transform(self._here(batch), dice, local.augment)
+        for batch in self.clients[client].batches(local, rng):
+            yield self.transform(self._here(batch), rng, local.augment)
 
     def test_batches(self, piece: int) -> Iterator[Batch]:
         for batch in self.test.piece(piece, self.piece):
@@ -108,15 +108,15 @@ class Federation:
             model.register_state_dict_post_hook(partial(_without, frozen))
         return model.to(self.device)
 
-    def share(self) -> "Federation":
-        """The same with its tensors in shared memory, so that workers copy nothing."""
-        return self._moved(lambda x: x if x.is_shared() else x.clone().share_memory_())
+    def by_file(self) -> "Federation":
+        """The same, to be pickled: tensors of a cached data set by the names of their files, which are mapped again."""
+        return self._moved(datasets.by_file)
 
     def to(self, device: str) -> "Federation":
         """The same with its tensors on `device`: moved once, not with every batch."""
         return self if device == self.device else replace(self._moved(lambda x: x.to(device)), device=device)
 
-    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Federation":
+    def _moved(self, move: Callable[[torch.Tensor], Any]) -> "Federation":
         pools = {id(source.data): source.data for source in (*self.clients, self.test) if isinstance(source, Part)}
         moved = {key: tree_map(move, data) for key, data in pools.items()}
 
@@ -139,7 +139,7 @@ def build(config: Config) -> Federation:
     data = datasets.load(config.data.name, config.data.dir or None, features=config.data.features)
     train = _subset(len(data.train_y), config.data.limit, config.seed, "train")
     test = _subset(len(data.test_y), config.data.test_limit, config.seed, "test")
-    labels, groups = data.train_y[train], data.train_groups
+    labels, groups = _rows(data.train_y, train), data.train_groups
     by_group = config.data.partition == "group"
     parts = datasets.partition(
         config.data.partition,
@@ -147,13 +147,13 @@ def build(config: Config) -> Federation:
         None if by_group else config.clients.count,
         config.seed,
         concentration=config.data.concentration,
-        groups=None if groups is None else groups[train].numpy(),
+        groups=None if groups is None else _rows(groups, train).numpy(),
         num_classes=data.num_classes,
     )
     options = {"stem": config.model.stem} if config.model.stem else {}
     model = models.build(config.model.name, data.num_classes, seed=derive_seed(config.seed, "init"), **options)
     transform = datasets.transform_for(config.data.name, config.data.features)
-    pool, tested = (data.train_x[train], labels), (data.test_x[test], data.test_y[test])
+    pool, tested = (_rows(data.train_x, train), labels), (_rows(data.test_x, test), _rows(data.test_y, test))
     return Federation(
         model,
         [Part(pool, rows) for rows in parts],
@@ -238,10 +238,15 @@ def _data_ranges(federation: Federation, model: nn.Module) -> dict[str, float]:
     return {name: max(value, 1e-6) for name, value in found.items() if value > 0}
 
 
-def _subset(total: int, limit: int, seed: int, which: str) -> torch.Tensor | slice:
+def _subset(total: int, limit: int, seed: int, which: str) -> torch.Tensor | None:
+    """Rows; None for all."""
     if not limit or limit >= total:
-        return slice(None)
+        return None
     return torch.randperm(total, generator=generator(seed, "subset", which))[:limit].sort().values
+
+
+def _rows(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return tensor if rows is None else tensor[rows]
 
 
 def client_formats(config: Config, count: int) -> list[str]:

@@ -25,7 +25,7 @@ def learning_rate(config: Config, round: int) -> float:
 
 @one_thread()
 def local_update(
-    model: nn.Module, federation: Federation, client: int, local: LocalConfig, rate: float, dice: torch.Generator
+    model: nn.Module, federation: Federation, client: int, local: LocalConfig, rate: float, rng: torch.Generator
 ) -> float:
     """LocalUpdate (algorithm 1): train `model` in place on a client's examples; returns the mean loss."""
     model.train()
@@ -35,8 +35,8 @@ def local_update(
     )
     anchor = [(p, p.detach().clone()) for p in groups[0]["params"]] if local.prox else []
     total, steps = 0.0, 0
-    with seeded(dice.initial_seed()):  # dropout, and what a user's own data draws
-        for batch in federation.batches(client, local, dice):
+    with seeded(rng.initial_seed()):  # dropout, and what a user's own data draws
+        for batch in federation.batches(client, local, rng):
             optimizer.zero_grad(set_to_none=True)
             loss = _loss(federation.objective, model, batch)
             loss.backward()

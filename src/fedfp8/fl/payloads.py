@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import Fedfp8Error
-from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.client import Assignment, Reply
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
 from fedfp8.fl.simulate import Workers
@@ -30,19 +30,19 @@ class Keeper:
         self.workers, self.folder, self.round, self.notes = workers, folder, round, workers.notes
         self._kept = False  # whether the round now running is the one
 
-    def train(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        for reply in self.workers.train(map(self._down, tasks)):
+    def train(self, assignments: Iterator[Assignment]) -> Iterator[Reply]:
+        for reply in self.workers.train(map(self._down, assignments)):
             if self._kept and reply.payload:
                 write_atomic(self._path("up", reply.client), reply.payload)
             yield reply
 
-    def _down(self, task: Task) -> Task:
-        self._kept = task.round == self.round
+    def _down(self, assignment: Assignment) -> Assignment:
+        self._kept = assignment.round == self.round
         if self._kept:
-            path = self._path("down", task.client)
+            path = self._path("down", assignment.client)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, task.payload)
-        return task
+            write_atomic(path, assignment.payload)
+        return assignment
 
     def _path(self, way: str, client: int) -> Path:
         return self.folder / f"round-{self.round}" / f"{way}-client{client}.bin"

@@ -1,18 +1,19 @@
 """Worker processes that train and evaluate: one torch thread each, started once, replaced when they die.
 
-Jobs are handed out in order and results come back in order, whatever the number of workers, so nothing that is computed
-depends on it. A worker that dies (killed, out of memory) loses nothing but time: its job is done again by a new one; a
-job that kills two workers is given up and reported as that client's failure.
+A pool serves one run after another: `begin` tells its workers which. Jobs are handed out in order and results come back
+in order, whatever the number of workers, so nothing that is computed depends on it. A worker that dies (killed, out of
+memory) loses nothing but time: its job is done again by a new one; a job that kills two workers is given up, as that
+client's failure.
 """
 
+import contextlib
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
-import pickle
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ import torch
 import torch.multiprocessing
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.fl.client import Client, Reply, Task
+from fedfp8.fl.client import Assignment, Client, Reply
 from fedfp8.fl.config import Config
+from fedfp8.fl.devices import devices_of
 from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.examples import Items, Loader, Stream
 from fedfp8.fl.federation import Federation
+from fedfp8.fl.handover import hand_over, take_over
 from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.history import History
@@ -33,7 +36,7 @@ from fedfp8.link.store import read_state
 from fedfp8.model.state import State
 from fedfp8.nn import load_state
 
-__all__ = ["Evaluation", "Pool", "refuse_in_worker"]
+__all__ = ["Evaluation", "Pool", "pool_of", "refuse_in_worker"]
 
 ATTEMPTS = 2
 UNGUARDED = 113  # exit code of a worker that found fedfp8.run at the top level of the script it imports
@@ -59,14 +62,7 @@ class Failure:
     reason: str
 
 
-@dataclass(frozen=True)
-class Started:
-    """The first word of a worker; `error` says why it cannot work."""
-
-    error: str = ""
-
-
-Job = Task | Evaluation
+Job = Assignment | Evaluation
 
 
 class Executor:
@@ -80,19 +76,19 @@ class Executor:
 
     def __call__(self, job: Job) -> Any:
         try:
-            return self.client.train(job) if isinstance(job, Task) else self.evaluate(job)
+            return self.client.train(job) if isinstance(job, Assignment) else self.evaluate(job)
         except Exception as error:  # whatever a client's training raises is that client's failure, not the run's
             reason = f"{type(error).__name__}: {error}"
-            return Reply(job.client, error=reason) if isinstance(job, Task) else Failure(reason)
+            return Reply(job.client, error=reason) if isinstance(job, Assignment) else Failure(reason)
 
-    def held(self, task: Task) -> State | None:
+    def held(self, assignment: Assignment) -> State | None:
         """A client's disk: what it received last, made again from the server's model of that round."""
-        if task.held is None:
+        if assignment.held is None:
             return None
-        entry, place = task.held
+        entry, place = assignment.held
         self.history.entries[entry.number] = entry
         return self.history.sent(
-            entry.number, wire_for(self.config, self.client.federation.formats[task.client]), place
+            entry.number, wire_for(self.config, self.client.federation.formats[assignment.client]), place
         )
 
     def evaluate(self, job: Evaluation) -> tuple[float, float, float, int]:
@@ -102,20 +98,27 @@ class Executor:
         return evaluate_piece(self.network, self.client.federation, job.piece)
 
 
-def _worker(connection: Any, config: Config, federation: Federation, folder: Path, device: str) -> None:
+def _worker(connection: Any, device: str) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
+    executor: Executor | str = ""
+    with contextlib.suppress(EOFError, OSError):  # the server is gone
+        while (message := connection.recv()) is not None:
+            if isinstance(message, Path):  # the next run
+                executor = ""  # frees the run before
+                executor = _begun(message, device)
+                connection.send(executor if isinstance(executor, str) else "")
+            elif isinstance(executor, Executor):
+                connection.send(executor(message))
+
+
+def _begun(given: Path, device: str) -> Executor | str:
+    """What does the jobs of a run, or why this process cannot do them."""
     try:
-        try:
-            executor = Executor(config, federation.to(device), folder)
-        except Exception as error:
-            connection.send(Started(f"{type(error).__name__}: {error}"))
-            return
-        connection.send(Started())
-        while (job := connection.recv()) is not None:
-            connection.send(executor(job))
-    except (EOFError, OSError):  # the server is gone
-        return
+        config, federation, folder = take_over(given)
+        return Executor(config, federation.to(device), folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def refuse_in_worker() -> None:
@@ -145,23 +148,39 @@ def check_importable(federation: Federation) -> None:
 
 
 class Pool:
-    """`workers` processes, or with 0 this very process (same results, nothing to start)."""
+    """`workers` processes, or with 0 this very process (same results, nothing to start), for one run after another.
 
-    def __init__(
-        self, config: Config, federation: Federation, folder: Path, workers: int, devices: Sequence[str] = ("cpu",)
-    ) -> None:
-        self.federation, self.workers, self.devices = federation, workers, devices
+    with Pool(2) as pool:
+        histories = [fedfp8.run(config, workers=pool) for config in configs]
+
+    device: "cpu" (default), "auto", "cuda", "mps", or several such as "cuda:0,cuda:1" that workers are spread over.
+    """
+
+    def __init__(self, workers: int, device: str | torch.device | None = None) -> None:
+        self.workers, self.devices = workers, devices_of(device)
         self.notes: list[str] = []  # what went wrong with workers, for the round's record
-        self._inline = Executor(config, federation.to(devices[0]), folder) if workers == 0 else None
-        if workers:
-            check_importable(federation)
-        self._arguments = (config, federation.share() if workers else federation, folder)
-        self._started: set[int] = set()  # workers that have said so
-        self._processes: list[Any] = [self._start(worker) for worker in range(workers)]
+        self._processes: list[Any] = []  # and their connections
+        self._busy: set[int] = set()  # workers that owe a result
 
-    def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+    def begin(self, config: Config, federation: Federation, folder: Path) -> "Pool":
+        """From now on, jobs are of this run. Starts what is not running yet, or is still busy with another run."""
+        self.federation = federation
+        if self.workers == 0:
+            self._inline = Executor(config, federation.to(self.devices[0]), folder)
+            return self
+        check_importable(federation)
+        self._run = config, federation, folder
+        self._processes += [self._start(worker) for worker in range(len(self._processes), self.workers)]
+        for worker in sorted(self._busy):
+            self._end(worker)
+            self._processes[worker] = self._start(worker)
+        self._busy.clear()
+        self._begin(range(self.workers))
+        return self
+
+    def train(self, assignments: Iterable[Assignment]) -> Iterator[Reply]:
         """Replies in the order of the tasks."""
-        return self._map(tasks)
+        return self._map(assignments)
 
     def evaluate(self, path: Path, model: bytes) -> tuple[float, float]:
         """(metric, mean loss) on the test set of the model in `path`, whose fingerprint is `model`."""
@@ -176,16 +195,15 @@ class Pool:
         return value / weight, loss / examples
 
     def close(self) -> None:
-        for process, connection in self._processes:
-            try:
+        for _, connection in self._processes:
+            with contextlib.suppress(OSError):
                 connection.send(None)
-            except OSError:
-                pass
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for worker, (process, _) in enumerate(self._processes):
+            if worker not in self._busy:
+                process.join(5)
+            self._end(worker)
         self._processes = []
+        self._busy.clear()
 
     def __enter__(self) -> "Pool":
         return self
@@ -196,9 +214,8 @@ class Pool:
     def _start(self, worker: int) -> tuple[Any, Any]:
         context = torch.multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (theirs, *self._arguments, self.devices[worker % len(self.devices)])
+        arguments = (theirs, self.devices[worker % len(self.devices)])
         process = context.Process(target=_worker, args=arguments, daemon=True)
-        self._started.discard(worker)
         # Ctrl-C on a terminal reaches all processes. It is the server's to handle: it finishes the round. Blocked from
         # the start, because importing torch takes a worker seconds in which it could not ignore it yet. (The tracker's
         # own start would unblock it, so that comes first.)
@@ -206,19 +223,41 @@ class Pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"worker processes cannot be given this run: {error}. Define loss, metric, transform, skip and the "
-                "clients' functions at the top level of a module (no lambda), or train in this process with workers=0"
-            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         return process, ours
 
+    def _begin(self, workers: Iterable[int]) -> None:
+        """Tell workers which run it is."""
+        with hand_over(*self._run) as given:
+            for worker in workers:
+                self._tell(worker, given)
+
+    def _tell(self, worker: int, given: Path) -> None:
+        for _ in range(ATTEMPTS):
+            process, connection = self._processes[worker]
+            with contextlib.suppress(EOFError, OSError):
+                connection.send(given)
+                if problem := connection.recv():
+                    raise RunError(f"worker {worker} cannot start: {problem}")
+                return
+            process.join()
+            if process.exitcode > 0:  # not killed from outside
+                early = f"worker {worker} ended (exit code {process.exitcode}) as it started; see what it printed"
+                raise RunError(GUARD if process.exitcode == UNGUARDED else early)
+            self._processes[worker] = self._start(worker)
+        raise RunError(f"worker {worker} was killed {ATTEMPTS} times as it started; is there enough memory?")
+
+    def _end(self, worker: int) -> None:
+        process, connection = self._processes[worker]
+        process.kill()
+        process.join()
+        connection.close()
+
     def _map(self, jobs: Iterable[Job]) -> Iterator[Any]:
-        if self._inline is not None:
-            yield from self._map_here(jobs)
+        if self.workers == 0:
+            yield from map(self._inline, jobs)
             return
         waiting, todo = deque[tuple[int, Job, int]](), enumerate(jobs)
         running: dict[int, tuple[int, Job, int]] = {}  # worker -> index, job, attempt
@@ -247,16 +286,10 @@ class Pool:
             elif not waiting:
                 return
 
-    def _map_here(self, jobs: Iterable[Job]) -> Iterator[Any]:
-        assert self._inline is not None
-        for job in jobs:
-            yield self._inline(job)
-
     def _send(self, worker: int, job: Job) -> None:
-        try:
+        self._busy.add(worker)
+        with contextlib.suppress(OSError):  # it died; _collect sees its end and repeats the job
             self._processes[worker][1].send(job)
-        except OSError:
-            pass  # it died; _collect sees its end and repeats the job
 
     def _collect(self, running: dict[int, Any], finished: dict[int, Any], waiting: deque[Any]) -> None:
         """Wait for at least one worker to finish or die."""
@@ -269,35 +302,27 @@ class Pool:
             index, job, attempt = running.pop(worker)
             try:
                 result = self._processes[worker][1].recv()
-                if isinstance(result, Started):
-                    if result.error:
-                        raise RunError(f"worker {worker} cannot start: {result.error}")
-                    self._started.add(worker)
-                    running[worker] = index, job, attempt
-                else:
-                    finished[index] = result
             except (EOFError, OSError):
                 result = self._replace(worker, job, attempt)
-                if result is None:
-                    waiting.appendleft((index, job, attempt + 1))
-                else:
-                    finished[index] = result
+            self._busy.discard(worker)
+            if result is None:
+                waiting.appendleft((index, job, attempt + 1))
+            else:
+                finished[index] = result
 
     def _replace(self, worker: int, job: Job, attempt: int) -> Reply | None:
         """Start a new worker; None if the job should be tried again."""
         process, connection = self._processes[worker]
         process.join()
         connection.close()
-        if worker not in self._started and process.exitcode > 0:  # not killed from outside
-            early = f"worker {worker} ended (exit code {process.exitcode}) before it could start; see what it printed"
-            raise RunError(GUARD if process.exitcode == UNGUARDED else early)
-        what = f"client {job.client}" if isinstance(job, Task) else "evaluation"
+        what = f"client {job.client}" if isinstance(job, Assignment) else "evaluation"
         again = attempt < ATTEMPTS
         self.notes.append(
             f"worker {worker} died (exit code {process.exitcode}) during {what}; restarted"
             + (", its work is done again" if again else ", given up after two workers")
         )
         self._processes[worker] = self._start(worker)
+        self._begin([worker])
         if again:
             return None
         if isinstance(job, Evaluation):
@@ -305,3 +330,12 @@ class Pool:
                 f"evaluation killed {ATTEMPTS} workers (exit code {process.exitcode}); is there enough memory?"
             )
         return Reply(job.client, error=f"worker died {ATTEMPTS} times (exit code {process.exitcode})")
+
+
+def pool_of(workers: int | Pool, device: str | torch.device | None) -> contextlib.AbstractContextManager[Pool]:
+    """A run's own pool, closed after it, or one that it shares with others."""
+    if not isinstance(workers, Pool):
+        return Pool(workers, device)
+    if device is not None:
+        raise ConfigError(f"device={device} was given beside a pool, which has its devices: Pool(2, device={device!r})")
+    return contextlib.nullcontext(workers)

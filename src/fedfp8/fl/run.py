@@ -20,11 +20,10 @@ from torch import nn
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config, cohort_size
-from fedfp8.fl.devices import devices_of
 from fedfp8.fl.export import rounded_state
 from fedfp8.fl.federation import FP32, Federation, build, from_task
 from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
-from fedfp8.fl.pool import Pool, refuse_in_worker
+from fedfp8.fl.pool import Pool, pool_of, refuse_in_worker
 from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
 from fedfp8.fl.task import OWN, Loss, Metric, Score, Task, own_config, task_of
@@ -89,7 +88,7 @@ def run(
     name: str = "",
     device: str | torch.device | None = None,
     out: str | os.PathLike[str] | None = None,
-    workers: int = 0,
+    workers: int | Pool = 0,
     overwrite: bool = False,
     on_round: OnRound | None = None,
 ) -> History:
@@ -108,18 +107,19 @@ def run(
     name: what tables and plots call the run.
 
     device: "cpu" (default), "auto", "cuda", "mps", or several such as "cuda:0,cuda:1" that workers are spread over.
-    workers: processes that train clients; 0 trains in this process. Results do not depend on it. With workers, a script
-    needs the usual ``if __name__ == "__main__":``. out: run folder (records, checkpoint); None keeps nothing.
+    workers: processes that train clients, or a `fedfp8.fl.Pool` of them that several runs share; 0 trains in this
+    process. Results do not depend on it. With workers, a script needs the usual ``if __name__ == "__main__":``.
+    out: run folder (records, checkpoint); None keeps nothing.
     on_round: is called with the record of every round, as in history.jsonl, after it was saved.
     """
     refuse_in_worker()
     task = _task(model, clients, test, loss=loss, metric=metric, transform=transform, skip=skip, name=name)
-    devices = devices_of(device)
+    pool = pool_of(workers, device)
     config, federation = _federation(config if task or not name else replace(config, name=name), task)
     with contextlib.ExitStack() as stack:
         path = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = stack.enter_context(RunFolder.create(path, config, overwrite=overwrite))
-        history = execute(folder, federation, workers, on_round, devices=devices)
+        history = execute(folder, federation, pool, on_round)
         return history if out is not None else replace(history, folder=None)
 
 
@@ -134,7 +134,7 @@ def resume(
     transform: Callable[..., Any] | None = None,
     skip: Any = (),
     device: str | torch.device | None = None,
-    workers: int = 0,
+    workers: int | Pool = 0,
     on_round: OnRound | None = None,
 ) -> History:
     """Continue an interrupted run to the same bytes as one that was never interrupted.
@@ -143,9 +143,9 @@ def resume(
     """
     refuse_in_worker()
     task = _task(model, clients, test, loss=loss, metric=metric, transform=transform, skip=skip)
-    devices = devices_of(device)
+    pool = pool_of(workers, device)
     with RunFolder.open(Path(out)) as folder:
-        return execute(folder, _same_federation(folder, task), workers, on_round, devices=devices)
+        return execute(folder, _same_federation(folder, task), pool, on_round)
 
 
 def _same_federation(folder: RunFolder, task: Task | None) -> Federation:
@@ -194,11 +194,10 @@ def _federation(config: Config, task: Task | None) -> tuple[Config, Federation]:
 def execute(
     folder: RunFolder,
     federation: Federation,
-    workers: int,
+    workers: contextlib.AbstractContextManager[Pool],
     on_round: OnRound | None = None,
     *,
     trainers: Callable[[ServerLink], Workers] | None = None,
-    devices: Sequence[str] = ("cpu",),
 ) -> History:
     """Run the rounds that are still to do. Clients train in the pool that evaluates, or with `trainers` (Flower)."""
     config = folder.config
@@ -207,7 +206,8 @@ def execute(
     server = _saved(folder, initial, link)
     if server is not None and server.round >= config.round.count:
         return _finish(folder, federation, server)
-    with Pool(config, federation, folder.models, workers, devices) as pool, _interruptible() as stop:
+    with workers as pool, _interruptible() as stop:
+        pool.begin(config, federation, folder.models)
         clients = pool if trainers is None else trainers(link)
         clients = keep_payloads(clients, folder.path, config.round.keep_payloads)
         if server is None:

@@ -6,7 +6,7 @@ halves are fitted against q alone and cost the same for 10 or 1,000 clients:
 - w (equation 7): gradient steps through Q_rand with straight-through gradients, at the mean alpha;
 - alpha (equation 8): the best of a grid of points between the smallest and the largest client alpha.
 
-"Nearest" is measured by the expected error over the dice, (clip(w) - q)^2 + s^2 f (1 - f) per element, which is exact
+"Nearest" is measured by the expected error over the random bits, (clip(w) - q)^2 + s^2 f (1 - f) per element, exact
 where one draw a point (the paper's way, ``server.choose = "draw"``) is noisy. Whatever the halves propose, a tensor
 never ends with a larger expected error than plain averaging has.
 """
@@ -20,8 +20,8 @@ from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.config import ServerConfig
 from fedfp8.fp8 import Format, squared_error
 from fedfp8.fp8.grid import grid_for
-from fedfp8.fp8.parallel import dice_keys, run
-from fedfp8.model.state import State
+from fedfp8.fp8.parallel import random_keys, run
+from fedfp8.model.state import State, tensor_seed
 from fedfp8.rng import derive_seed
 
 __all__ = ["Gain", "server_optimize", "straight_through_step"]
@@ -54,15 +54,15 @@ def server_optimize(mean: WeightedMean, config: ServerConfig, seed: int) -> tupl
             continue
         assert spec.range is not None and spec.format is not None
         bounds = mean.range_low[spec.range], mean.range_high[spec.range]
-        dice = derive_seed(seed, "tensor", index)
-        w, alpha, gain = _fit(state[spec.name], float(state[spec.range]), bounds, spec.format, config, dice)
+        own = tensor_seed(seed, index)
+        w, alpha, gain = _fit(state[spec.name], float(state[spec.range]), bounds, spec.format, config, own)
         tensors[spec.name], tensors[spec.range] = w, torch.tensor(alpha)
         total = Gain(total.average + gain.average, total.weights + gain.weights, total.alpha + gain.alpha)
     return State(state.layout, tensors), total
 
 
 def _fit(
-    target: torch.Tensor, alpha: float, bounds: tuple[float, float], format: Format, config: ServerConfig, dice: int
+    target: torch.Tensor, alpha: float, bounds: tuple[float, float], format: Format, config: ServerConfig, seed: int
 ) -> tuple[torch.Tensor, float, Gain]:
     def expected(w: torch.Tensor, alphas: list[float]) -> torch.Tensor:
         return squared_error(w, target, alphas, format, rounding="expected")
@@ -72,8 +72,8 @@ def _fit(
     if config.weights_step:
         moved = target
         for step in range(config.steps):
-            seed = derive_seed(dice, "w", step)
-            moved = straight_through_step(moved, target, alpha, format, rate=config.rate, seed=seed)
+            bits = derive_seed(seed, "w", step)
+            moved = straight_through_step(moved, target, alpha, format, rate=config.rate, seed=bits)
         if (error := float(expected(moved, [alpha]))) < average:
             w, after_weights = moved, error
     best = after_weights
@@ -82,7 +82,7 @@ def _fit(
         if config.choose == "expected":
             errors = expected(w, points)
         else:
-            draws = [squared_error(w, target, [p], format, rounding="stochastic", seed=derive_seed(dice, "alpha", i))
+            draws = [squared_error(w, target, [p], format, rounding="stochastic", seed=derive_seed(seed, "alpha", i))
                      for i, p in enumerate(points)]  # fmt: skip
             errors = torch.cat(draws)
         candidate = points[int(errors.argmin())]
@@ -101,5 +101,5 @@ def straight_through_step(
     out = torch.empty_like(w)
     arrays = tuple(t.reshape(-1).numpy() for t in (w, target, out))
     constants = (g.alpha, np.float32(rate), g.scale_in, g.scale_out, g.top, g.lowest, g.magic, g.spread)
-    run(kernels.server_step, arrays, constants, dice_keys(seed))
+    run(kernels.server_step, arrays, constants, random_keys(seed))
     return out

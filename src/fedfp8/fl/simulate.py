@@ -13,7 +13,7 @@ import torch
 
 from fedfp8.errors import Fedfp8Error, RunError
 from fedfp8.fl.aggregate import WeightedMean
-from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.client import Assignment, Reply
 from fedfp8.fl.config import Config, cohort_size
 from fedfp8.fl.federation import Federation
 from fedfp8.fl.server_opt import server_optimize
@@ -38,7 +38,7 @@ class Workers(Protocol):
 
     notes: list[str]  # what went wrong on the way, for the round's record
 
-    def train(self, tasks: Iterator[Task]) -> Iterator[Reply]: ...
+    def train(self, assignments: Iterator[Assignment]) -> Iterator[Reply]: ...
 
 
 @dataclass
@@ -68,15 +68,15 @@ def run_round(
     mean = WeightedMean(server.state.layout)
     round = link.open(server.state, cohort)
 
-    def task(client: int) -> Task:
+    def assignment(client: int) -> Assignment:
         held = link.usable(client)
         payload = round.payload(client)  # quantized, encoded: bytes leave the server
         down.update(payload[-CHECKSUM:])
         entry = None if held is None else (link.history.entries[held[0]], held[1])
-        return Task(record.round, client, payload, round.orders(client), entry)
+        return Assignment(record.round, client, payload, round.orders(client), entry)
 
     # client: decode, LocalUpdate, quantize, encode; bytes come back, in client order
-    for reply in workers.train(task(client) for client in cohort):
+    for reply in workers.train(assignment(client) for client in cohort):
         up.update(reply.payload[-CHECKSUM:])
         try:
             if reply.error:

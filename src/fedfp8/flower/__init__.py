@@ -2,6 +2,7 @@
 
 fp8_mod, FP8      client mod and strategy wrapper around an existing app (`wrapper/`: start with `strategy.py`)
 FP8FedAvg         the paper's strategy with FedAvg's arguments (`wrapper/fedavg.py`)
+LocalGrid         a Grid in this process, to try and test apps on (`testing/`)
 client_app, server_app, run   what `fedfp8 run` does, on a Grid, to the same bytes (`method/`)
 """
 
@@ -10,9 +11,9 @@ try:
 except ImportError as error:
     raise ImportError('fedfp8.flower needs Flower, which is not installed: pip install "fedfp8[flower]"') from error
 
-from fedfp8.flower.localgrid import LocalGrid
 from fedfp8.flower.method.app import client_app, server_app
 from fedfp8.flower.method.launch import run
+from fedfp8.flower.testing.localgrid import LocalGrid
 from fedfp8.flower.wrapper.fedavg import FP8FedAvg
 from fedfp8.flower.wrapper.mod import fp8_mod, fp8_mod_with
 from fedfp8.flower.wrapper.strategy import FP8

@@ -11,7 +11,7 @@ import torch
 from fedfp8.fp8.grid import Grid
 from fedfp8.fp8.parallel import WEYL, Keys
 
-__all__ = ["centred", "dice", "dither", "from_codes", "quantize", "squared_error", "to_codes", "undither"]
+__all__ = ["centred", "dither", "from_codes", "quantize", "squared_error", "to_codes", "undither", "uniforms"]
 
 
 def _number(x: Any) -> Any:
@@ -24,7 +24,7 @@ def _wrap(x: torch.Tensor) -> torch.Tensor:
 
 
 def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
-    """The dice of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in 64-bit integers cut to 32 bits.
+    """The random bits of elements 0 .. n-1 as signed 32-bit numbers: `intrinsics._hash` in int64, cut to 32 bits.
 
     A third key is the turn of `dither`.
     """
@@ -34,7 +34,7 @@ def centred(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
     return _wrap(h + sum(_number(turn) for turn in keys[2:])).to(torch.int32)
 
 
-def dice(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
+def uniforms(n: int, keys: Keys, device: torch.device) -> torch.Tensor:
     """u of elements 0 .. n-1 in [0, 1)."""
     return (centred(n, keys, device) >> 9).float() * 2.0**-23 + 0.5
 
@@ -80,11 +80,11 @@ def from_codes(codes: torch.Tensor, g: Grid) -> torch.Tensor:
 
 
 def dither(x: torch.Tensor, per_step: float, keys: Keys) -> torch.Tensor:
-    return torch.floor(x * per_step + dice(x.numel(), keys, x.device)).to(torch.int32)
+    return torch.floor(x * per_step + uniforms(x.numel(), keys, x.device)).to(torch.int32)
 
 
 def undither(k: torch.Tensor, step: float, keys: Keys) -> torch.Tensor:
-    return (k.float() + (0.5 - dice(k.numel(), keys, k.device))) * step
+    return (k.float() + (0.5 - uniforms(k.numel(), keys, k.device))) * step
 
 
 def squared_error(w: torch.Tensor, target: torch.Tensor, g: Grid, rounding: str, keys: Keys | None) -> float:

@@ -1,4 +1,4 @@
-"""Building blocks of the kernels in LLVM terms: float32 bits, codes and the dice, without Numba's widening to 64 bits.
+"""Building blocks of the kernels in LLVM terms: float32 bits, codes, random bits; without Numba's widening to 64 bits.
 
 Everything here is scalar and branch-free, so loops over it vectorise. Only `plus` may be reassociated: Numba's fastmath
 flag would mark every addition of a kernel, and LLVM would then delete the rounding itself, (y + c) - c.
@@ -96,7 +96,7 @@ def half_minus_uniform(typingctx: Any, index: Any, key0: Any, key1: Any, turn: A
 
 @intrinsic
 def centred(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """2**32 * (u - 1/2) in a single conversion, with all 32 bits of the dice; `Grid.spread` holds the 2**-32."""
+    """2**32 * (u - 1/2) in a single conversion, with all 32 random bits; `Grid.spread` holds the 2**-32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sitofp(_hash(builder, *args), F32)

@@ -12,9 +12,9 @@ of half a step, so that grid values stay what they are and the largest is never 
 arithmetic in a fixed order, so results are equal on every machine, for every number of threads, and to the torch
 version in `eager.py`. Only sums may be taken in another order (`plus`).
 
-The dice: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each; a bijection
-of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step; dither has
-u = 1/2 + floor(h / 2**9) / 2**23, after a turn (place / strata of 2**32) has been added to h modulo 2**32.
+The random bits: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each;
+a bijection of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step;
+dither has u = 1/2 + floor(h / 2**9) / 2**23, after a turn (place / strata of 2**32) has been added to h modulo 2**32.
 """
 
 import numpy as np
@@ -41,8 +41,8 @@ CHUNK = 1 << 15  # elements per partial sum
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
-# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are dice, element
-# i of the array uses hash(WEYL * i + key0, key1): a caller with a piece of a tensor puts its start into key0.
+# The constants scale_in ... sign_shift that every kernel takes are fields of `grid.Grid`. Where there are random bits,
+# element i of the array uses hash(WEYL * i + key0, key1): a caller with a piece of a tensor puts its start into key0.
 
 
 @kernel
@@ -115,7 +115,7 @@ def undither(k, out, step, key0, key1, turn):
 
 
 @kernel
-def dice(out, key0, key1, turn):
+def uniforms(out, key0, key1, turn):
     for i in range(out.size):
         out[i] = uniform(i, key0, key1, turn)
 
@@ -187,7 +187,7 @@ def error_nearest(w, target, partial, scale_in, scale_out, top, lowest, magic):
 
 @kernel
 def error_expected(w, target, partial, scale_in, scale_out, top, lowest, magic, per_level):
-    """Expectation over the dice: (clip(w) - t)**2 + s**2 f (1 - f), f the place between the two neighbours."""
+    """Expectation over the random bits: (clip(w) - t)**2 + s**2 f (1 - f), f the place between the two neighbours."""
     for chunk in range(partial.size):
         lo, hi = chunk * CHUNK, min((chunk + 1) * CHUNK, w.size)
         w_, target_ = w[lo:hi], target[lo:hi]  # slices from 0 let the loop vectorise without index checks
@@ -230,9 +230,41 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
 
 @kernel
 def sum_of_squares(x, partial):
-    """In float64 and strictly in order: equal on every machine, since step sizes are made from it."""
-    for chunk in range(partial.size):
+    """In float64 and strictly in order: equal on every machine, since step sizes are made from it.
+
+    Four chunks at a time, since each addition of a sum waits for the one before.
+    """
+    fours = x.size // (4 * CHUNK)
+    for four in range(fours):
+        group = x[4 * four * CHUNK :]
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0
+        for i in range(CHUNK):
+            a += np.float64(group[i]) * np.float64(group[i])
+            b += np.float64(group[i + CHUNK]) * np.float64(group[i + CHUNK])
+            c += np.float64(group[i + 2 * CHUNK]) * np.float64(group[i + 2 * CHUNK])
+            d += np.float64(group[i + 3 * CHUNK]) * np.float64(group[i + 3 * CHUNK])
+        partial[4 * four], partial[4 * four + 1], partial[4 * four + 2], partial[4 * four + 3] = a, b, c, d
+    for chunk in range(4 * fours, partial.size):
         total = 0.0
         for value in x[chunk * CHUNK : (chunk + 1) * CHUNK]:
             total += np.float64(value) * np.float64(value)
         partial[chunk] = total
+
+
+@kernel
+def largest_bits(x):
+    """Of the float32 bits in x without their signs: those of the largest magnitude, above those of Inf for a NaN."""
+    top = np.uint32(0)
+    for i in range(x.size):
+        top = max(top, np.uint32(x[i] & np.uint32(0x7FFFFFFF)))
+    return top
+
+
+@kernel
+def narrow(k, out):
+    """int32 to the narrower integers of `out`; False if they do not fit."""
+    bad = np.int32(0)
+    for i in range(k.size):
+        out[i] = k[i]
+        bad |= k[i] ^ np.int32(out[i])
+    return bad == 0

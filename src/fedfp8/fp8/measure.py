@@ -13,17 +13,29 @@ from fedfp8.fp8.parallel import Keys, run
 from fedfp8.fp8.quantize import check_float, rounding_keys
 from fedfp8.fp8.strides import has_kernel
 
-__all__ = ["rms", "squared_error"]
+__all__ = ["largest", "rms", "squared_error"]
 
 
 def rms(x: torch.Tensor) -> float:
     """Root mean square of a CPU tensor, the same on every machine and for every number of threads; 0.0 if empty."""
     from fedfp8.fp8 import kernels
 
-    flat = x.detach().float().reshape(-1).contiguous()
-    partial = np.zeros(-(-flat.numel() // kernels.CHUNK))
-    run(kernels.sum_of_squares, (flat.numpy(),), (), None, partial, kernels.CHUNK)
-    return math.sqrt(math.fsum(partial) / max(flat.numel(), 1))
+    flat = _flat(x)
+    partial = np.zeros(-(-flat.size // kernels.CHUNK))
+    run(kernels.sum_of_squares, (flat,), (), None, partial, kernels.CHUNK)
+    return math.sqrt(math.fsum(partial) / max(flat.size, 1))
+
+
+def largest(x: torch.Tensor) -> float:
+    """max|x| of a CPU tensor, 0.0 if empty; Inf or NaN if it holds one."""
+    from fedfp8.fp8 import kernels
+
+    return float(np.uint32(max(run(kernels.largest_bits, (_flat(x).view(np.uint32),), ()))).view(np.float32))
+
+
+def _flat(x: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = x.detach().float().contiguous().numpy().reshape(-1)
+    return array
 
 
 def squared_error(
@@ -37,7 +49,7 @@ def squared_error(
 ) -> torch.Tensor:
     """||Q(w; alpha) - target||**2 for each alpha, float64: one pass per alpha, no temporaries.
 
-    rounding: "nearest", "stochastic" (one draw of the dice), or "expected": the exact expectation over the dice.
+    rounding: "nearest", "stochastic" (one draw of the random bits), or "expected": the exact expectation over them.
     """
     if w.shape != target.shape:
         raise QuantizationError(f"w has shape {tuple(w.shape)} and target {tuple(target.shape)}; they must be equal")

@@ -2,7 +2,7 @@
 
 The grid of `format` is scaled so that its largest magnitude is `alpha` (one number per tensor). ``rounding="nearest"``
 is the paper's Q_det (ties to even); ``"stochastic"`` is Q_rand: unbiased for |x| <= alpha, exact on grid points, with
-dice that are a hash of (seed, flat index), the same for any thread count, device or memory format.
+random bits that are a hash of (seed, flat index), the same for any thread count, device or memory format.
 
 CPU float32 runs in Numba kernels at the speed of memory; other devices run the same arithmetic in torch operations and
 give the same values. float16, bfloat16 and float64 inputs are converted to float32 first, and `quantize` converts its
@@ -19,13 +19,13 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import anydevice, eager
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
-from fedfp8.fp8.parallel import Keys, dice_keys, dither_keys, run
+from fedfp8.fp8.parallel import Keys, dither_keys, random_keys, run
 from fedfp8.fp8.strides import flat, has_kernel, through
 
 __all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undither"]
 
 STEP_MIN, STEP_MAX = 2.0**-100, 2.0**100  # the steps of `dither` and `undither`: far from float32's ends
-DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the dice
+DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the random bits
 Alpha = float | torch.Tensor
 
 
@@ -112,10 +112,10 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
 def dither(
     x: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
 ) -> torch.Tensor:
-    """int32 k = floor(x / step + u) on the uniform grid, u the dice of (seed, flat index) turned by place / strata.
+    """int32 k = floor(x / step + u) on the uniform grid, u random by (seed, flat index), turned by place / strata.
 
     ``undither(k, step, seed=seed)`` then errs by a uniform variable in (-step/2, step/2) that does not depend on x, up
-    to float32 rounding of 2**-21 * |x|. |x| / step above 2**20 is refused: the dice would be lost in float32.
+    to float32 rounding of 2**-21 * |x|. |x| / step above 2**20 is refused: the random bits would be lost in float32.
 
     Senders of the same seed with a place each (0 <= place < strata <= 256) have errors that are evenly spaced: each
     alone is as uniform as ever, and the mean of all places lies within step / (2 * strata) of x.
@@ -145,7 +145,7 @@ def dither(
 def undither(
     k: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
 ) -> torch.Tensor:
-    """float32 step * (k + 1/2 - u) with the dice `dither` used: the same seed, place and strata."""
+    """float32 step * (k + 1/2 - u) with the random bits `dither` used: the same seed, place and strata."""
     if k.dtype != torch.int32:
         raise QuantizationError(
             f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns"
@@ -160,11 +160,11 @@ def undither(
 
 
 def hash_uniform(seed: int, n: int, *, place: int = 0, strata: int = 1) -> torch.Tensor:
-    """The dice of elements 0 .. n-1 as float32 in [0, 1)."""
+    """The random bits of elements 0 .. n-1 as float32 in [0, 1)."""
     from fedfp8.fp8 import kernels
 
     out = torch.empty(n, dtype=torch.float32)
-    run(kernels.dice, (out.numpy(),), (), dither_keys(seed, place, strata))
+    run(kernels.uniforms, (out.numpy(),), (), dither_keys(seed, place, strata))
     return out
 
 
@@ -200,7 +200,7 @@ def rounding_keys(rounding: str, seed: int | None, name: str | None) -> Keys | N
             f"stochastic rounding{'' if name is None else f' of {name!r}'} needs a seed: pass seed=<int>; "
             "equal seeds give equal results"
         )
-    return dice_keys(seed)
+    return random_keys(seed)
 
 
 def _step_value(step: float, name: str | None) -> float:

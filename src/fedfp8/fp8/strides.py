@@ -72,7 +72,7 @@ def through(
 ) -> tuple[torch.Tensor, bool]:
     """A kernel over x, into a new tensor with x's shape and strides; and whether any call returned non-zero.
 
-    In memory order if x is dense and there are no dice, else in logical order.
+    In memory order if x is dense and there are no random bits, else in logical order.
     """
     if x.requires_grad or x.is_neg():  # asked first: every view of a tensor costs a microsecond
         x = x.detach().resolve_neg()

@@ -5,8 +5,8 @@ no framework and no network: bytes in, bytes out. Start reading at `server.py`.
 """
 
 from fedfp8.errors import LostReference
-from fedfp8.link.average import average
 from fedfp8.link.client import ClientLink
+from fedfp8.link.mean import average
 from fedfp8.link.server import ServerLink
 from fedfp8.link.wire import Wire
 

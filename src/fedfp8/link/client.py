@@ -101,20 +101,24 @@ class ClientLink:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self._read()
 
-    def receive(self, message: bytes) -> dict[str, Any]:
-        """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then."""
+    def receive(self, message: bytes, *, copy: bool = True) -> dict[str, Any]:
+        """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then.
+
+        copy=False: the very tensors that the link remembers, for a caller that does not write to them.
+        """
         orders, payload = Orders.split(message)
         start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
         known = [state for state in (self.held, start) if state is not None]
         _check_size(payload)
         content = read_message(payload, [state.layout for state in known], known)
-        received = dequantize_state(content)
-        if self.packed is not None:
-            self.packed = pack_message(content) if orders.cache else b""
-        self.held, self._orders = received, orders
+        packed = None if self.packed is None else pack_message(content) if orders.cache else b""
+        received = dequantize_state(content, consume=True)
+        self.held, self.packed, self._orders = received, packed, orders
         if self.path is not None and orders.cache:
             write_state(self.path, received)
         tensors = tensors_of(received)
+        if copy:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return {name: numpy_of(t) for name, t in tensors.items()} if self.arrays == "numpy" else tensors
 
     def reply(self, arrays: Arrays) -> bytes:
@@ -183,7 +187,7 @@ class ClientLink:
             if self.path is not None and self.path.exists():
                 self.held = read_state(self.path)
             elif self.packed:
-                self.held = dequantize_state(unpack_message(self.packed))
+                self.held = dequantize_state(unpack_message(self.packed), consume=True)
         except Fedfp8Error:  # damaged: as good as lost
             self.held = None
 

@@ -1,5 +1,6 @@
 """One model on its way to a cohort, and what comes back: what `ServerLink.open` gives, and engines work with."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from fedfp8.errors import WireFormatError
+from fedfp8.fp8.measure import largest
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.link.wire import Orders, Wire, unlike
 from fedfp8.model.layout import Layout
@@ -81,10 +83,10 @@ class Round:
         references = () if header(payload).reference_fingerprint is None else (self.sent(client),)
         message = decode(payload, layout, references=references)
         self._check(client, wire, message)
-        update = dequantize_state(message)
+        update = dequantize_state(message, consume=True)
         if message.change:
             base = self.model if wire.preserve else self.sent(client)
-            update = _moved(update, lambda name, change: base[name] + change)
+            update = _moved(update, lambda name, change: change.add_(base[name]))
         elif wire.preserve and not wire.sends_changes:
             sent, model = self.sent(client), self.model
             change = _moved(update, lambda name, value: value - sent[name])
@@ -152,7 +154,8 @@ def _check_finite(update: State, model: State) -> None:
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 continue
             good = values.view(dtype).isfinite() | (values == model[spec.name])
+            finite = bool(good.all())
         else:
-            good = values.isfinite()
-        if not bool(good.all()):
+            finite = math.isfinite(largest(values))
+        if not finite:
             raise WireFormatError(f"tensor {spec.name!r} of the update holds NaN or Inf; the update is not usable")

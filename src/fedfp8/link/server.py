@@ -122,7 +122,7 @@ class ServerLink:
             self.opened += 1
             wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in cohort}
             size = max(expected, len(cohort))
-            entry = self._entry(model, max(wire.places(size) for wire in wires.values()), size)
+            entry = self._entry(model, max(wire.places(size) for wire in set(wires.values())), size)
             self.round = Round(self, entry, self.opened, wires, self._deal(cohort, entry), size)
             self.traffic.append({"round": self.opened} | self.round.traffic)
             return self.round

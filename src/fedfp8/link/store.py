@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -18,6 +19,7 @@ from fedfp8.model.state import QuantState, State
 
 __all__ = ["pack_message", "read_state", "unpack_message", "write_atomic", "write_state"]
 
+DAMAGED = "what was kept of the last model is damaged; it counts as lost"
 WIDTHS = (torch.int8, torch.int16, torch.int32)  # of the codes of a tensor: the first that holds them all
 
 
@@ -59,24 +61,38 @@ def pack_message(q: QuantState) -> bytes:
     for spec in q.layout:
         tensor = q.rest[spec.name] if spec.name in q.rest else q.codes[spec.name]
         if spec.name in q.codes and tensor.dtype == torch.int32:
-            low, high = map(int, tensor.aminmax()) if tensor.numel() else (0, 0)
-            tensor = tensor.to(next(w for w in WIDTHS if torch.iinfo(w).min <= low and high <= torch.iinfo(w).max))
+            tensor = _narrow(tensor)
         widths.append(str(tensor.dtype).removeprefix("torch."))
         parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     meta = {
         "layout": q.layout.to_bytes().decode(), "rounding": q.rounding, "seed": q.seed, "place": q.place,
         "strata": q.strata, "steps": {n: s.hex() for n, s in q.steps.items()}, "rest": list(q.rest), "dtypes": widths,
     }  # fmt: skip
-    head = json.dumps(meta, separators=(",", ":")).encode()
-    body = b"".join([len(head).to_bytes(4, "little"), head, *parts])
-    return body + hashlib.blake2b(body, digest_size=8).digest()
+    text = json.dumps(meta, separators=(",", ":")).encode()
+    head = len(text).to_bytes(4, "little") + text
+    return b"".join([_checksum(head), head, *parts])
+
+
+def _checksum(head: "bytes | memoryview") -> bytes:
+    """Of what says how to read the rest. The values have their fingerprint: a model that is damaged is another one."""
+    return hashlib.blake2b(head, digest_size=8).digest()
+
+
+def _narrow(codes: torch.Tensor) -> torch.Tensor:
+    from fedfp8.fp8 import kernels
+
+    for width in WIDTHS[:-1]:
+        small = torch.empty(codes.shape, dtype=width)
+        if kernels.narrow(codes.numpy(), small.numpy()):
+            return small
+    return codes
 
 
 def unpack_message(data: bytes) -> QuantState:
-    body = memoryview(data)[:-8]
-    if hashlib.blake2b(body, digest_size=8).digest() != data[-8:]:
-        raise WireFormatError("what was kept of the last model is damaged; it counts as lost")
+    body = memoryview(data)[8:]
     position = 4 + int.from_bytes(body[:4], "little")
+    if _checksum(body[:position]) != data[:8]:
+        raise WireFormatError(DAMAGED)
     meta = json.loads(bytes(body[4:position]))
     layout, rest = Layout.from_bytes(meta["layout"].encode()), set(meta["rest"])
     steps = {name: float.fromhex(step) for name, step in meta["steps"].items()}
@@ -84,12 +100,14 @@ def unpack_message(data: bytes) -> QuantState:
     for spec, name in zip(layout, meta["dtypes"], strict=True):
         dtype = getattr(torch, name)
         end = position + spec.size * dtype.itemsize
-        tensor = (
-            torch.frombuffer(bytearray(body[position:end]), dtype=dtype) if spec.size else torch.empty(0, dtype=dtype)
-        )
+        if end > len(body):
+            raise WireFormatError(DAMAGED)
+        values = np.frombuffer(body[position:end], np.uint8)
         if spec.name in rest:
-            q.rest[spec.name] = tensor.view(spec.shape)
+            q.rest[spec.name] = torch.from_numpy(values.copy()).view(dtype).view(spec.shape)
+        elif dtype in WIDTHS:
+            q.codes[spec.name] = torch.from_numpy(values.view(name).astype(np.int32))
         else:
-            q.codes[spec.name] = tensor.to(torch.int32) if dtype in WIDTHS else tensor
+            q.codes[spec.name] = torch.from_numpy(values.copy())
         position = end
     return q

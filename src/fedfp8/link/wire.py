@@ -146,8 +146,7 @@ def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mappin
 
 def _step(state: State, spec: TensorSpec, kappa: float) -> float:
     # At most 2**19 steps to the largest value, and no step below the smallest there is: an error that harms no model.
-    low, high = state[spec.name].aminmax()
-    return max(kappa * state.rms(spec.name), max(-float(low), float(high)) / 2**19, STEP_MIN)
+    return max(kappa * state.rms(spec.name), state.largest(spec.name) / 2**19, STEP_MIN)
 
 
 def unlike(reply: State, change: State) -> bool:

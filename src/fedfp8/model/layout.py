@@ -32,7 +32,7 @@ class TensorSpec:
     format: Format | None = None
     range: str | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.shape)
 

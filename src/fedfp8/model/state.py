@@ -4,19 +4,20 @@
 `QuantState`, integers and a few floats, by one of the roundings of `rounding.py`; `dequantize_state` gives the values
 the receiver works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
 
-Every message has its own seed and every tensor its own dice, so rounding errors are independent.
+Every message has its own seed and every tensor its own random bits, so rounding errors are independent.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import rms
+from fedfp8.fp8.measure import largest
 from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantize import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
@@ -33,6 +34,7 @@ class State(Mapping[str, torch.Tensor]):
     layout: Layout
     tensors: dict[str, torch.Tensor]
     _rms: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _largest: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if list(self.tensors) != [spec.name for spec in self.layout]:
@@ -72,6 +74,12 @@ class State(Mapping[str, torch.Tensor]):
             self._rms[name] = rms(self.tensors[name])
         return self._rms[name]
 
+    def largest(self, name: str) -> float:
+        """Largest magnitude of a tensor, Inf or NaN if it holds one; computed once, too."""
+        if name not in self._largest:
+            self._largest[name] = largest(self.tensors[name])
+        return self._largest[name]
+
     def with_layout(self, layout: Layout) -> "State":
         """The same tensors under a layout that differs in formats only."""
         return self if layout is self.layout else State(layout, self.tensors)
@@ -87,7 +95,7 @@ class QuantState:
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
-    place: int = 0  # of the sender among the `strata` of a cohort that shares its dice (dithered only)
+    place: int = 0  # of the sender among the `strata` of a cohort that shares its random bits (dithered only)
     strata: int = 1
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
 
@@ -96,8 +104,9 @@ class QuantState:
         return Draw(tensor_seed(self.seed, index), self.place, self.strata)
 
 
+@lru_cache(maxsize=4096)
 def tensor_seed(seed: int, index: int) -> int:
-    """The seed of the dice of tensor `index` of a message."""
+    """The seed of the random bits of tensor `index` of a message."""
     return derive_seed(seed, "tensor", index)
 
 
@@ -137,7 +146,7 @@ def quantize_state(
         if spec.kind not in rule.kinds:
             q.rest[spec.name] = tensor
             continue
-        size = _step(spec, tensor, step, step_of, reference) if rule.has_steps else 0.0
+        size = _step(spec, state, step, step_of, reference) if rule.has_steps else 0.0
         alpha = state[spec.range] if rule.has_ranges and spec.range is not None else None
         q.codes[spec.name] = rule.quantize(spec, tensor.view(-1), alpha, size, q.draw(index))
         if rule.has_steps:
@@ -145,28 +154,29 @@ def quantize_state(
     return q
 
 
-def dequantize_state(q: QuantState) -> State:
-    """The values the receiver works with."""
+def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
+    """The values the receiver works with. consume: the codes are taken from `q`, so that both are never in memory."""
     rule, tensors = ROUNDINGS[q.rounding], dict[str, torch.Tensor]()
     for index, spec in enumerate(q.layout):
         if spec.name in q.rest:
             tensors[spec.name] = q.rest[spec.name]
             continue
         alpha = q.rest[spec.range] if rule.has_ranges and spec.range is not None else None
-        flat = rule.dequantize(spec, q.codes[spec.name], alpha, q.steps.get(spec.name, 0.0), q.draw(index))
+        codes = q.codes.pop(spec.name) if consume else q.codes[spec.name]
+        flat = rule.dequantize(spec, codes, alpha, q.steps.get(spec.name, 0.0), q.draw(index))
         tensors[spec.name] = flat.view(spec.shape)
     return State(q.layout, tensors)
 
 
 def _step(
     spec: TensorSpec,
-    tensor: torch.Tensor,
+    state: State,
     step: "float | Mapping[str, float] | None",
     step_of: str,
     reference: State | None,
 ) -> float:
     """The absolute float32 step of one tensor; 0.0 for a tensor that is all zero or empty."""
-    largest = max(abs(float(end)) for end in tensor.aminmax()) if tensor.numel() else 0.0
+    tensor, largest = state[spec.name], state.largest(spec.name)
     if largest == 0.0:
         return 0.0
     if not np.isfinite(largest):

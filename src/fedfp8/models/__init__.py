@@ -21,11 +21,11 @@ from fedfp8.models.lenet import lenet
 from fedfp8.models.matchboxnet import matchboxnet
 from fedfp8.models.resnet import resnet18
 
-__all__ = ["MODELS", "Model", "build", "digits", "kwt1", "lenet", "matchboxnet", "resnet18", "table"]
+__all__ = ["MODELS", "Network", "build", "digits", "kwt1", "lenet", "matchboxnet", "resnet18", "table"]
 
 
 @dataclass(frozen=True)
-class Model:
+class Network:
     """A network by name: how to make it, what one example looks like, and what the paper says of its size."""
 
     make: Callable[..., nn.Module]
@@ -36,11 +36,13 @@ class Model:
 
 
 MODELS = {
-    "digits": Model(digits, 10, (1, 8, 8), "-", "two convolutions for 8x8 grey images"),
-    "lenet": Model(lenet, 10, (3, 32, 32), "800K", "two 5x5 convolutions, three linear layers"),
-    "resnet18": Model(resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"),
-    "matchboxnet": Model(matchboxnet, 35, (64, 128), "350K", "MatchboxNet-3x1x64, GroupNorm, 64 MFCC"),
-    "kwt1": Model(kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"),
+    "digits": Network(digits, 10, (1, 8, 8), "-", "two convolutions for 8x8 grey images"),
+    "lenet": Network(lenet, 10, (3, 32, 32), "800K", "two 5x5 convolutions, three linear layers"),
+    "resnet18": Network(
+        resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"
+    ),
+    "matchboxnet": Network(matchboxnet, 35, (64, 128), "350K", "MatchboxNet-3x1x64, GroupNorm, 64 MFCC"),
+    "kwt1": Network(kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"),
 }
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +183,11 @@ def _curve(variant: Variant) -> Curve:
     return Curve(variant.label, bytes_, values, spread, learned, variant.runs[0].metric)
 
 
-def gains_of(curves: Sequence[Curve]) -> dict[str, Gain]:
-    """The gains the curves themselves show, for the arrows of a plot; none where either side has not learned yet."""
+def gains_of(curves: Sequence[Curve], rows: Sequence[Row] = ()) -> dict[str, Gain]:
+    """The gains the curves show, for the arrows of a plot; none where either side has not learned yet.
+
+    Numbers are those of the rows, where these are given: means over seeds with their spread.
+    """
 
     def points(curve: Curve) -> list[Point]:
         return [Point(0, a, int(b)) for a, b in zip(curve.values, curve.bytes, strict=True)]
@@ -194,7 +197,12 @@ def gains_of(curves: Sequence[Curve]) -> dict[str, Gain]:
         return {}
     others = [curve for curve in curves if curve.method != "fp32" and curve.learned]
     found = {curve.label: gain_between(points(base), points(curve), base.metric) for curve in others}
-    return {label: gain for label, gain in found.items() if gain is not None}
+    spreads = {row.label: row.gain for row in rows if row.gain}
+    return {
+        label: replace(gain, gain=spreads[label].mean, std=spreads[label].std) if label in spreads else gain
+        for label, gain in found.items()
+        if gain is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -206,10 +214,10 @@ class Comparison:
     rows: list[Row]
     table: Table
 
-    @property
-    def text(self) -> str:
-        """The table for a terminal."""
-        return self.table.text()
+    def text(self, width: int = 0) -> str:
+        """The table; on a terminal of `width` columns without those that do not fit (compare.md has all)."""
+        spare = ("seeds", "gain, raw codes", "rounds", "up", "down") if width else ()
+        return self.table.narrowed(width, spare).text()
 
     @property
     def learned(self) -> bool:
@@ -227,7 +235,7 @@ def write_comparison(folder: Path, runs: Iterable[RunRecord | Path]) -> Comparis
     table = comparison_table(rows, title)
     (folder / "compare.md").write_text(table.markdown())
     (folder / "compare.csv").write_text(table.csv())
-    accuracy_against_bytes(curves, folder / "compare", gains=gains_of(curves), title=title)
+    accuracy_against_bytes(curves, folder / "compare", gains=gains_of(curves, rows), title=title)
     return Comparison(folder, records, rows, table)
 
 

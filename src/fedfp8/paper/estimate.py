@@ -63,12 +63,12 @@ def _time(config: Config, federation: Federation) -> tuple[float, float]:
         model = federation.network(config)
         clients = sorted(federation.eligible(config), key=federation.size)
         client = clients[len(clients) // 2]
-        dice = generator(config.seed, "estimate")
+        rng = generator(config.seed, "estimate")
 
         def train(steps: int) -> float:
             local = replace(config.local, steps=steps, epochs=0)
             begin = time.perf_counter()
-            local_update(model, federation, client, local, config.local.lr, dice)
+            local_update(model, federation, client, local, config.local.lr, rng)
             return (time.perf_counter() - begin) / steps
 
         def evaluate() -> float:

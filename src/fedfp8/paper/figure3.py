@@ -19,13 +19,13 @@ __all__ = ["run_figure3"]
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def uniform(count: int, dice: torch.Generator) -> Tensor:
-    return 2 * torch.rand(count, generator=dice) - 1
+def uniform(count: int, rng: torch.Generator) -> Tensor:
+    return 2 * torch.rand(count, generator=rng) - 1
 
 
-def truncated_normal(count: int, dice: torch.Generator) -> Tensor:
+def truncated_normal(count: int, rng: torch.Generator) -> Tensor:
     """Standard normal within two standard deviations, scaled to [-1, 1]."""
-    return torch.nn.init.trunc_normal_(torch.empty(count), a=-2.0, b=2.0, generator=dice) / 2
+    return torch.nn.init.trunc_normal_(torch.empty(count), a=-2.0, b=2.0, generator=rng) / 2
 
 
 def run_figure3(count: int = 200_000, clients: int = 10, seed: int = 0, bins: int = 81) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import extra
-from fedfp8.paper.compare import curves_of, gains_of
+from fedfp8.paper.compare import compare, curves_of, gains_of
 from fedfp8.paper.plots import COLUMN, PAPER, STYLES, add_legend, draw_curves, new_figure, save
 from fedfp8.paper.records import RunRecord
 
@@ -25,7 +25,7 @@ def draw_figure4(groups: Mapping[str, Sequence[RunRecord]], path: Path) -> list[
         axes.set_axis_off()
     for axes, (cell, runs) in zip(panels.flat, groups.items(), strict=False):
         curves = curves_of(runs)
-        draw_curves(axes, curves, gains_of(curves), cell)
+        draw_curves(axes, curves, gains_of(curves, compare(runs)), cell)
         axes.set_xlabel(axes.get_xlabel().replace("communicated bytes, both directions", "communicated"))
     add_legend(figure, columns=2 if columns == 1 else 5)
     return save(figure, path)

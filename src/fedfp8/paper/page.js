@@ -1,6 +1,7 @@
 "use strict";
 // Draws the plots of report.html from the JSON in the page. No library, no network.
 const DATA = JSON.parse(document.getElementById("data").textContent);
+let paper = 0; // the width of a sheet while the page is printed
 const HEIGHT = 340, LEFT = 52, RIGHT = 14, TOP = 12, BOTTOM = 42;
 
 function element(name, attributes = {}, ...children) {
@@ -49,7 +50,7 @@ function draw(box, lines, options) {
   box.replaceChildren();
   lines = lines.filter((line) => line.x.length);
   if (!lines.length) return;
-  const width = Math.max(box.clientWidth, 280), xs = lines.flatMap((line) => line.x);
+  const width = paper || Math.max(box.clientWidth, 280), xs = lines.flatMap((line) => line.x);
   const spread = (line, i) => (line.spread ? line.spread[i] : 0);
   const lows = lines.flatMap((line) => line.y.map((y, i) => y - spread(line, i)));
   const highs = lines.flatMap((line) => line.y.map((y, i) => y + spread(line, i)));
@@ -162,12 +163,14 @@ function section(id, data) {
     box.addEventListener("change", () => { state.off[box.checked ? "delete" : "add"](s.label); redraw(); });
     controls.append(element("label", {}, box, element("span", { class: "key", style: `--c:${color(s)}` }), s.name + (s.learned ? "" : " (not learned yet)")));
   }
+  const axes = element("span", { class: "axes" });
   for (const [key, choices] of [["axis", ["bytes", "rounds"]], ["scale", ["linear", "log"]]]) {
     const select = element("select", { "data-key": key, "aria-label": key }, ...choices.map((name) => element("option", {}, name)));
     select.value = state[key];
     select.addEventListener("change", () => { state[key] = select.value; redraw(); });
-    controls.append(element("label", { class: "axis" }, key, select));
+    axes.append(element("label", {}, key, select));
   }
+  controls.append(axes);
   redraw();
   return redraw;
 }
@@ -175,6 +178,8 @@ function section(id, data) {
 const redraws = Object.entries(DATA).map(([id, data]) => section(id, data));
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraws.forEach((f) => f()); } });
+for (const [event, sheet] of [["beforeprint", 700], ["afterprint", 0]])
+  addEventListener(event, () => { paper = sheet; redraws.forEach((f) => f()); });
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = (root.dataset.theme ?? (dark ? "dark" : "light")) === "dark" ? "light" : "dark";

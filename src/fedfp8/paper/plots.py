@@ -60,10 +60,10 @@ STYLES: dict[str, Style] = {
 }
 NAMES: dict[str, str] = {
     "fp32": "FP32 FedAvg",
-    "bq": "FP8 FedAvg-BQ",
-    "uq": "FP8 FedAvg-UQ",
-    "uq+": "FP8 FedAvg-UQ+",
-    "dq": "FP8 FedAvg-DQ (ours)",
+    "bq": "FP8FedAvg-BQ",
+    "uq": "FP8FedAvg-UQ",
+    "uq+": "FP8FedAvg-UQ+",
+    "dq": "FP8FedAvg-DQ (ours)",
     "qat-nearest": "det. QAT",
     "qat-stochastic": "rand. QAT",
 }
@@ -73,7 +73,7 @@ MORE = ("#7A4B00", "#004D40", "#5D3A9B", "#8F8F00", "#B00020", "#1A5276")  # var
 
 
 def name_of(label: str) -> str:
-    """The name of a label: ``dq:dq.kappa_up=16`` -> ``FP8 FedAvg-DQ (ours), dq.kappa_up=16``."""
+    """The name of a label: ``dq:dq.kappa_up=16`` -> ``FP8FedAvg-DQ (ours), dq.kappa_up=16``."""
     method, _, rest = label.partition(":")
     return ", ".join([NAMES.get(method, method), *filter(None, rest.split(":"))])
 
@@ -182,10 +182,10 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 
 def _line(axes: Axes, curve: Curve, style: Style, unit: float) -> None:
-    scale = curve.metric.scale
+    scale, name = curve.metric.scale, name_of(curve.label) + ("" if curve.learned else " (not learned yet)")
     x, y = [b / unit for b in curve.bytes], [scale * value for value in curve.values]
     axes.plot(
-        x, y, color=style.color, marker=style.marker, linestyle=style.line, label=name_of(curve.label), markersize=3.2,
+        x, y, color=style.color, marker=style.marker, linestyle=style.line, label=name, markersize=3.2,
         markevery=max(1, len(x) // 12), markeredgewidth=0,
     )  # fmt: skip
     if curve.spread is not None:
@@ -214,6 +214,11 @@ def _plain_log_labels(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
+def arrow_text(gain: Gain) -> str:
+    """``8.7×``, ``8.7 ± 0.3×`` with the spread between seeds."""
+    return f"{gain.gain:.1f}×" if gain.std is None else f"{gain.gain:.1f} ± {gain.std:.1f}×"
+
+
 def _arrows(axes: Axes, gains: Mapping[str, Gain], styles: Mapping[str, Style], metric: Metric, unit: float) -> None:
     """One arrow a label, at the value both runs reach, with its gain in the middle.
 
@@ -233,7 +238,7 @@ def _arrows(axes: Axes, gains: Mapping[str, Gain], styles: Mapping[str, Style], 
             arrowprops={"arrowstyle": "->", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "color": color},
         )  # fmt: skip
         axes.text(
-            (start * end) ** 0.5 if log else (start + end) / 2, height, f"{gain.gain:.1f}×", color=color, fontsize=7,
+            (start * end) ** 0.5 if log else (start + end) / 2, height, arrow_text(gain), color=color, fontsize=7,
             ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
     axes.set_ylim(min(low, last - apart) if gains else low, high)

@@ -114,6 +114,7 @@ class Gain:
     value: float
     base: Point  # where FP32 got there
     method: Point  # where the method got there
+    std: float | None = None  # between seeds, where `gain` is their mean
 
 
 def value_of(line: Mapping[str, Any]) -> float | None:

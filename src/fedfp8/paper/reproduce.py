@@ -89,12 +89,13 @@ def run_jobs(
 ) -> bool:
     """Run the jobs and write the table; False if Ctrl-C stopped it (what is there is written all the same)."""
     complete = True
-    for job in jobs:
-        if job.status != "done":
-            complete = run_job(job, workers=workers, device=device, on_round=on_round(job) if on_round else None)
-        if not complete:
-            break
-        measure_sizes(job.folder)
+    with fl.Pool(workers, device) as pool:
+        for job in jobs:
+            if job.status != "done":
+                complete = run_job(job, pool, on_round=on_round(job) if on_round else None)
+            if not complete:
+                break
+            measure_sizes(job.folder)
     write_paper_table(experiment, paper_runs(out), out)
     write_report(out)
     return complete
@@ -102,20 +103,17 @@ def run_jobs(
 
 def run_job(
     job: Job,
+    pool: fl.Pool,
     *,
-    workers: int,
-    device: str | None = None,
     on_round: Callable[[dict[str, Any]], None] | None = None,
     overwrite: bool = False,
 ) -> bool:
     """Run or resume one job; False if Ctrl-C stopped it."""
     if overwrite or job.status == "new":
-        history = fl.run(
-            job.config, out=job.folder, workers=workers, device=device, on_round=on_round, overwrite=overwrite
-        )
+        history = fl.run(job.config, out=job.folder, workers=pool, on_round=on_round, overwrite=overwrite)
     else:
         set_length(job.folder, job.rounds)
-        history = fl.resume(job.folder, workers=workers, device=device, on_round=on_round)
+        history = fl.resume(job.folder, workers=pool, on_round=on_round)
     return bool(history.summary["finished"])
 
 

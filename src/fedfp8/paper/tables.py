@@ -4,8 +4,10 @@ import csv
 import html
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from fedfp8.text import markdown_table
 
 __all__ = ["NOT_LEARNED", "Table", "duration_text", "gain_text", "spread_text"]
 
@@ -32,8 +34,7 @@ class Table:
 
     def markdown(self, heading: str = "##") -> str:
         lines = [f"{heading} {self.title}", ""] if self.title else []
-        lines += ["| " + " | ".join(_escape(cell) for cell in self.header) + " |", "|---" * len(self.header) + "|"]
-        lines += ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in self.rows]
+        lines += [markdown_table(self.header, self.rows)]
         for note in self.notes:
             lines += ["", note]
         return "\n".join(lines) + "\n"
@@ -51,6 +52,17 @@ class Table:
 
         return "\n".join([line(self.header), "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, self.rows)])
 
+    def narrowed(self, width: int, spare: Sequence[str]) -> "Table":
+        """Without as many of the columns `spare`, the first ones first, as it takes for its text to fit `width`."""
+        table = self
+        for name in spare:
+            if max(map(len, table.text().splitlines())) <= width:
+                break
+            at = list(table.header).index(name)
+            header, *rows = ([*row[:at], *row[at + 1 :]] for row in (table.header, *table.rows))
+            table = replace(table, header=header, rows=rows)
+        return table
+
     def csv(self) -> str:
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([self.header, *self.rows])
@@ -66,10 +78,6 @@ class Table:
             f"<div class=scroll><table>\n<thead>{cells(self.header, 'th')}</thead>\n<tbody>\n{body}\n</tbody></table>"
             f"</div>\n{notes}"
         )
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
 
 
 def spread_text(value: SpreadLike | None, scale: float = 1.0, digits: int = 1) -> str:

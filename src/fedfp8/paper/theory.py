@@ -127,7 +127,7 @@ def federate(problem: Problem, settings: Settings, format: Format | None, commun
     step = largest_step(problem.alpha, format) if format else 0.0
     trace = Trace(format.mantissa_bits if format else None, communication if format else "none", step)
     clients, count = problem.x.shape[:2]
-    dice = generator(settings.seed, "theory", "batches")
+    rng = generator(settings.seed, "theory", "batches")
     w = torch.zeros(problem.x.shape[2], problem.y.shape[2])
 
     def link(value: Tensor, *path: str | int) -> Tensor:
@@ -142,7 +142,7 @@ def federate(problem: Problem, settings: Settings, format: Format | None, commun
         for _ in range(settings.steps):
             seen = v if format is None else quantize(v, problem.alpha, format)
             drift += float((seen - received).square().sum()) / (clients * settings.steps)
-            batch = torch.randint(count, (clients, settings.batch), generator=dice)
+            batch = torch.randint(count, (clients, settings.batch), generator=rng)
             gradient = _gradient(problem, seen, batch)
             trace.gradient_max = max(trace.gradient_max, float(gradient.flatten(1).norm(dim=1).max()))
             v -= settings.rate * gradient
@@ -151,7 +151,7 @@ def federate(problem: Problem, settings: Settings, format: Format | None, commun
             trace.rounds.append(t)
             trace.gaps.append(problem.value(received) - problem.minimum)
             trace.drift.append(drift)
-        w = link(v, "up", t).mean(0)  # every client its own dice: they follow the flat index
+        w = link(v, "up", t).mean(0)  # every client its own random bits: they follow the flat index
     trace.bound = drift_bound(settings, step, problem.dimension, trace.gradient_max)
     return trace
 

@@ -1,9 +1,9 @@
 """One tensor's codes as the fewest bytes: the modes, and the choice between them.
 
 raw         a fixed number of bits an element (`rawbits.py`)
-static      entropy coded on its own: FP8 codes by their frequencies; dithered integers given the dice alone
-reference   coded as steps from a reference, quantized to the new grid with the message's own dice (or, with the
-            flag NO_DICE, without them: better for weights that already sit on the grid)
+static      entropy coded on its own: FP8 codes by their frequencies; dithered integers given the random bits alone
+reference   coded as steps from a reference, quantized to the new grid with the message's own random bits (or, with the
+            flag NO_RANDOM_BITS, without them: better for weights that already sit on the grid)
 same        exactly that prediction: no data at all
 
 Which of the message's references it is stands in the mode too, from bit INDEX on; ALL: a mix of them (`mix.py`).
@@ -27,7 +27,7 @@ __all__ = [
     "ALL",
     "INDEX",
     "MIX",
-    "NO_DICE",
+    "NO_RANDOM_BITS",
     "RAW",
     "REFERENCE",
     "SAME",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 RAW, STATIC, REFERENCE, SAME = range(4)
-NO_DICE = 4
+NO_RANDOM_BITS = 4
 INDEX = 3
 ALL = 3  # in the place of an index
 MIX = REFERENCE | ALL << INDEX
@@ -56,8 +56,7 @@ class Reference:
     values: np.ndarray
     rms: float  # for dithered tensors, else 0
 
-    def piece(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Some of the values; `out` is for those that have to be computed."""
+    def piece(self, start: int, stop: int) -> np.ndarray:
         return self.values[start:stop]
 
 
@@ -68,7 +67,7 @@ class Plan:
     spec: TensorSpec
     size: int
     dithered: bool
-    dice: bool  # the codes were made with dice
+    random: bool  # the codes were made with random bits
     seed: int
     alpha: float
     step: float
@@ -115,8 +114,8 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
             Reference(state[spec.name].view(-1).numpy(), state.rms(spec.name) if dithered else 0.0)
             for state in references
         )
-        seed, dice = tensor_seed(q.seed, index), rule.is_random
-        yield Plan(spec, spec.size, dithered, dice, seed, alpha, step, given, q.place, q.strata, version)
+        seed, random = tensor_seed(q.seed, index), rule.is_random
+        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, version)
 
 
 def mode_name(mode: int, references: int = 1) -> str:
@@ -127,7 +126,7 @@ def mode_name(mode: int, references: int = 1) -> str:
     if mode >> INDEX >= REFERENCES or (mode & ~3 and not given):
         return f"unknown ({mode})"
     index = f" {(mode >> INDEX) + 1}" if given and (references > 1 or mode >> INDEX) else ""
-    return MODES[mode & 3] + index + (", no dice" if mode & NO_DICE else "")
+    return MODES[mode & 3] + index + (", no random bits" if mode & NO_RANDOM_BITS else "")
 
 
 def reference_of(mode: int) -> int | None:
@@ -169,7 +168,7 @@ def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
     fits = [(mode, steps.fit(plan, codes, given)) for mode, given in found]
     mode, fitted = min(fits, key=lambda pair: pair[1].cost)
     data = steps.encode(plan, codes, fitted)
-    return mode | (0 if data else SAME) | (0 if fitted.predictor.dice or not plan.dice else NO_DICE), data
+    return mode | (0 if data else SAME) | (0 if fitted.predictor.random or not plan.random else NO_RANDOM_BITS), data
 
 
 def decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
@@ -195,7 +194,7 @@ def _decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
         mix, data = read_mix(plan.references, data)
         return steps.decode(plan, data, mix, True)
     index = reference_of(mode)
-    if index is None or index >= REFERENCES or (mode & NO_DICE and plan.dithered):
+    if index is None or index >= REFERENCES or (mode & NO_RANDOM_BITS and plan.dithered):
         raise WireFormatError("this mode does not exist in this version; the message is damaged or from a newer fedfp8")
     if index >= len(plan.references):
         raise WireFormatError(
@@ -203,9 +202,9 @@ def _decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:
             "damaged"
         )
     reference = plan.references[index]
-    dice = plan.dice and not mode & NO_DICE
+    random = plan.random and not mode & NO_RANDOM_BITS
     if mode & 3 == SAME:
         if data:
             raise WireFormatError(f"{len(data)} bytes where none belong; the message is damaged")
-        return steps.predicted(plan, reference, dice)
-    return steps.decode(plan, data, reference, dice)
+        return steps.predicted(plan, reference, random)
+    return steps.decode(plan, data, reference, random)

@@ -49,7 +49,7 @@ AGAIN = "the message is damaged or cut short: ask the sender for it again"
 
 @dataclass(frozen=True)
 class Header:
-    """What a receiver needs before it can decode: which model, which reference, which dice."""
+    """What a receiver needs before it can decode: which model, which reference, which random bits."""
 
     version: int
     rounding: str

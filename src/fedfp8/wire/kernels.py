@@ -38,14 +38,14 @@ def product(a, b):
     return total
 
 
-# Predictions: the reference on the new grid with the message's dice, and the context of the step from there
+# Predictions: the reference on the new grid with the message's random bits, and the context of the step from there
 
 
 @kernel
 def predict_float(
     ref,
     start,
-    dice,
+    random,
     pred,
     ctx,
     scale_in,
@@ -70,7 +70,7 @@ def predict_float(
         bad = U32(bad | poison(x))
         y = min(max(x * scale_in, -top), top)
         b = max(binade(y), lowest)
-        if dice:
+        if random:
             y = y + centred(start + i, key0, key1) * (b * spread)
         code = I32(code_of(y, b, b * magic, shift, offset, sign_shift))
         place = I32((y - snap(y, b * magic)) / (b * per_level) * F(16) + F(8))

@@ -38,7 +38,8 @@ class Mix:
         """About: exact for references that differ by a factor, and they are nearly the same. Cut within float32."""
         return min(abs(sum(c * r.rms for c, r in zip(self.coefficients, self.references, strict=True))), 2.0**126)
 
-    def piece(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+    def piece(self, start: int, stop: int) -> np.ndarray:
+        out = np.empty(stop - start, np.float32)
         first, second, *third = [r.values[start:stop] for r in self.references]
         kernels.mix(first, second, *(third or [first]), *self.coefficients, *([] if third else [0.0]), out)
         return out

@@ -26,9 +26,10 @@ __all__ = [
     "SCALES",
     "SHAPES",
     "TOKENS",
-    "Grid",
+    "Costs",
+    "Intervals",
     "costs_of",
-    "grid_of",
+    "intervals_of",
     "narrow_of",
     "prior_of",
     "sigma_of",
@@ -48,7 +49,7 @@ LENGTH = 16 * PER_UNIT
 
 
 @dataclass(frozen=True)
-class Grid:
+class Intervals:
     """Per class of predictions: the interval of each token, in cells from the lower end of the predicted one."""
 
     lo: np.ndarray  # [class, token]
@@ -58,13 +59,13 @@ class Grid:
 
 
 @lru_cache(maxsize=64)
-def grid_of(format: Format | None) -> Grid:
+def intervals_of(format: Format | None) -> Intervals:
     """A float format's (up to 16 classes by exponent), or for None the uniform grid (3 classes of |reference|).
 
     On the uniform grid contexts are folded: the places divide the half of the cell that is nearer to an end.
     """
     if format is None:
-        return _grid(np.tile(np.arange(-STEPS, STEPS + 1.0), (3, 1)), np.ones(3), 0.5)
+        return _intervals(np.tile(np.arange(-STEPS, STEPS + 1.0), (3, 1)), np.ones(3), 0.5)
     e, m = format.exponent_bits, format.mantissa_bits
     values = format.grid().numpy()[: 2 ** (e + m)] / format.grid()[1].item()
     values = np.concatenate([-values[:0:-1], values])  # by rank: the magnitude's code with the sign
@@ -77,25 +78,26 @@ def grid_of(format: Format | None) -> Grid:
         at = STEPS + 2 ** (e + m) + (exponent << m) + (1 << m >> 1)  # lower end of the middle mantissa's cell
         cell[c] = 2.0 ** max(exponent - 1, 0)
         position[c] = (ends[at - STEPS : at + STEPS + 1] - ends[at]) / cell[c]
-    return _grid(position, cell, 1.0)
+    return _intervals(position, cell, 1.0)
 
 
-def _grid(position: np.ndarray, cell: np.ndarray, width: float) -> Grid:
+def _intervals(position: np.ndarray, cell: np.ndarray, width: float) -> Intervals:
     """position[class, STEPS + d] is the lower end of the cell d steps away."""
     lo, hi = np.zeros((2, len(position), TOKENS))
     for k, (first, count) in enumerate(zip(LOW, 1 << EXTRA, strict=True)):
         for token, start in ((2 * k, 1 - first - count), (max(2 * k - 1, 0), first)):
             lo[:, token], hi[:, token] = position[:, STEPS + start], position[:, STEPS + start + count]
-    return Grid(lo, hi, cell, width)
+    return Intervals(lo, hi, cell, width)
 
 
-def narrow_of(grid: Grid, scale: int) -> np.ndarray:
+@lru_cache(maxsize=1024)
+def narrow_of(format: Format | None, scale: int) -> np.ndarray:
     """For each context, whether updates are so much smaller than its cell that large steps just escape.
 
     A token that never comes still takes a 2**16th: where hardly anything moves, forty of them would show.
     """
-    narrow = np.zeros(256, dtype=np.bool_)
-    narrow[: PLACES * len(grid.cell)] = np.repeat(sigma_of(grid, scale) < NARROW, PLACES)
+    intervals, narrow = intervals_of(format), np.zeros(256, dtype=np.bool_)
+    narrow[: PLACES * len(intervals.cell)] = np.repeat(sigma_of(intervals, scale) < NARROW, PLACES)
     return narrow
 
 
@@ -105,37 +107,54 @@ def prior_of(format: Format | None, shape: int, scale: int) -> tuple[np.ndarray,
     The wider the updates, the less the place in the cell says: places are pooled so that a pool is at most a third of
     sigma wide.
     """
-    grid = grid_of(format)
-    sigma = sigma_of(grid, scale)
+    intervals = intervals_of(format)
+    sigma = sigma_of(intervals, scale)
     places = np.full(len(sigma), PLACES, dtype=np.int64)
     for bound in (0.375, 0.75, 1.5, 3.0):
-        places[sigma >= bound * 2 * grid.width] //= 2
+        places[sigma >= bound * 2 * intervals.width] //= 2
     first = np.concatenate([[0], np.cumsum(places)])
     row = np.zeros(256, dtype=np.uint8)
     for c, count in enumerate(places):
         row[c * PLACES : (c + 1) * PLACES] = first[c] + np.arange(PLACES) * count // PLACES
     prior = np.empty((first[-1], TOKENS), dtype=np.uint32)
-    kernels.prior(grid.lo, grid.hi, sigma, first, places, grid.width, SHAPES[shape], PER_UNIT, prior)
+    kernels.prior(intervals.lo, intervals.hi, sigma, first, places, intervals.width, SHAPES[shape], PER_UNIT, prior)
     narrow = np.repeat(sigma < NARROW, places)
     prior[narrow, 2 * kernels.SINGLE - 1 : TOKENS - 1] = 0
     return prior, row
 
 
-@lru_cache(maxsize=128)
-def costs_of(format: Format | None, shape: int, scale: int) -> np.ndarray:
-    """Cost of [context * TOKENS + token] under a prior, in 1/256 bits: 32 KB, kept for other tensors and rounds."""
-    grid = grid_of(format)
-    places = np.full(len(grid.cell), PLACES, dtype=np.int64)
-    prior = np.empty((PLACES * len(places), TOKENS), dtype=np.uint32)
-    first, table = PLACES * np.arange(len(places)), SHAPES[shape]
-    kernels.prior(grid.lo, grid.hi, sigma_of(grid, scale), first, places, grid.width, table, PER_UNIT, prior)
-    return LOG2[np.minimum(prior, 65535)].astype(np.uint16).reshape(-1)
+class Costs:
+    """table[shape, scale - SCALES[0], context * TOKENS + token]: the cost under a prior, in 1/256 bits.
+
+    Made where a search looks, and kept for other tensors and rounds: up to 32 KB a shape and scale, some 50 of them.
+    """
+
+    def __init__(self, format: Format | None) -> None:
+        self.intervals = intervals_of(format)
+        self.places = np.full(len(self.intervals.cell), PLACES, dtype=np.int64)
+        self.table = np.zeros((len(SHAPES), len(SCALES), PLACES * len(self.places) * TOKENS), np.uint16)
+        self.made = np.zeros(self.table.shape[:2], np.bool_)
+
+    def make(self, number: int) -> None:
+        """The table number shape * len(SCALES) + scale - SCALES[0]. Threads that make the same make it equal."""
+        shape, at = divmod(number, len(SCALES))
+        intervals, prior = self.intervals, np.empty((PLACES * len(self.places), TOKENS), dtype=np.uint32)
+        sigma, first = sigma_of(intervals, SCALES[at]), PLACES * np.arange(len(self.places))
+        lo, hi, width = intervals.lo, intervals.hi, intervals.width
+        kernels.prior(lo, hi, sigma, first, self.places, width, SHAPES[shape], PER_UNIT, prior)
+        self.table[shape, at] = LOG2[np.minimum(prior, 65535)].reshape(-1)
+        self.made[shape, at] = True
 
 
-def sigma_of(grid: Grid, scale: int) -> np.ndarray:
+@lru_cache(maxsize=16)
+def costs_of(format: Format | None) -> Costs:
+    return Costs(format)
+
+
+def sigma_of(intervals: Intervals, scale: int) -> np.ndarray:
     """The updates' scale in cells, for each class."""
     octave, quarter = divmod(scale - 128, 4)
-    return QUARTERS[quarter] * 2.0**octave / grid.cell
+    return QUARTERS[quarter] * 2.0**octave / intervals.cell
 
 
 # Shapes of the update distribution: mass(z) is the probability of [0, z]; tables hold its integral (`kernels.area`)

@@ -15,7 +15,7 @@ from fedfp8.errors import WireFormatError
 from fedfp8.wire import rans
 from fedfp8.wire.container import AGAIN
 
-__all__ = ["PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
+__all__ = ["FIRST_BLOCK", "PIECE", "Decoder", "Encoder", "Piece", "Tables", "decode_bytes", "encode_bytes", "pieces"]
 
 FIRST_BLOCK = 2048
 FIRST_BYTES = 64  # first block of mode static, which begins knowing nothing
@@ -100,7 +100,7 @@ class Decoder:
         self.at = 0
         self.alone = None if len(self.states) == 4 else True
         self.often = True if 32 * len(self.words) > 2 * count else None  # more than two bits a symbol
-        if bool((self.states < rans.LOW).any()) or bool((self.states >> np.uint64(63)).any()):
+        if not all(rans.LOW <= state < 1 << 63 for state in self.states.tolist()):
             raise WireFormatError(f"a coder state is out of range; {AGAIN}")
 
     def pull(self, piece: Piece, ctx: np.ndarray, tok: np.ndarray) -> None:
@@ -116,7 +116,7 @@ class Decoder:
             t.rebuild()
 
     def finish(self) -> None:
-        if self.at != len(self.words) - rans.PADDING or bool((self.states != rans.LOW).any()):
+        if self.at != len(self.words) - rans.PADDING or any(state != rans.LOW for state in self.states.tolist()):
             raise WireFormatError(f"the coded symbols do not end where they should; {AGAIN}")
 
 

@@ -17,14 +17,17 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedfp8.errors import Fedfp8Error, LostReference, RunError
 from fedfp8.fl.checkpoint import RunFolder
-from fedfp8.fl.client import Client, Reply, Task
-from fedfp8.fl.config import Config, from_dict, to_dict
+from fedfp8.fl.client import Assignment, Client, Reply
+from fedfp8.fl.config import Config, from_dict, to_dict, with_settings
 from fedfp8.fl.federation import build
+from fedfp8.fl.pool import Pool
+from fedfp8.fl.presets import preset
 from fedfp8.fl.run import History, OnRound, execute
+from fedfp8.fl.settings import parse_assignment
 from fedfp8.fl.wires import wire_for
 from fedfp8.flower.blob import record_of
 from fedfp8.flower.cache import ClientCache
-from fedfp8.flower.method.messages import read_task
+from fedfp8.flower.method.messages import read_assignment
 from fedfp8.flower.method.workers import GridWorkers
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import State
@@ -40,11 +43,20 @@ def config_text(config: Config) -> str:
 
 
 def config_of(context: Context) -> Config:
-    """The config of a run started by `flwr run`; a node may keep its data elsewhere (node config ``data-dir``)."""
-    text = context.run_config.get("fedfp8")
-    if not isinstance(text, str):
-        raise RunError("the run config has no entry 'fedfp8'; start the app with `fedfp8 flower run`")
-    return from_dict(json.loads(text))
+    """The config of a run started by `flwr run`: whole in ``fedfp8``, or by ``preset``, ``method`` and ``set``.
+
+    A node may keep its data elsewhere (node config ``data-dir``).
+    """
+    given = context.run_config
+    if "fedfp8" in given:
+        return from_dict(json.loads(str(given["fedfp8"])))
+    if "preset" not in given or "method" not in given:
+        raise RunError(
+            "the run config has neither an entry 'fedfp8' nor 'preset' and 'method'; write the app with `fedfp8 flower "
+            "app`, or name both in its pyproject.toml"
+        )
+    settings = dict(parse_assignment(item) for item in str(given.get("set", "")).split())
+    return with_settings(preset(str(given["preset"]), str(given["method"])), settings)
 
 
 # The client
@@ -69,12 +81,12 @@ def client_app(config: Config | None = None) -> ClientApp:
 
 
 def answer(message: Message, context: Context, config: Config) -> Message:
-    """A task in, a reply out. What goes wrong on the way is told to the server in words, not as an exception."""
-    task = read_task(message)
-    head: dict[str, Any] = {"client": task.client, "round": task.round}
+    """An assignment in, a reply out. What goes wrong on the way is told to the server in words, not as an exception."""
+    assignment = read_assignment(message)
+    head: dict[str, Any] = {"client": assignment.client, "round": assignment.round}
     content = RecordDict()
     try:
-        reply = _train(task, ClientCache(context), config)
+        reply = _train(assignment, ClientCache(context), config)
         content["model"] = record_of(reply.payload)
         head |= {"examples": reply.examples, "loss": reply.loss, "seconds": reply.seconds}
     except LostReference:
@@ -85,14 +97,14 @@ def answer(message: Message, context: Context, config: Config) -> Message:
     return Message(content, reply_to=message)
 
 
-def _train(task: Task, cache: ClientCache, config: Config) -> Reply:
-    client, name = _client(config), f"client-{task.client}"
-    format = client.federation.formats[task.client]
+def _train(assignment: Assignment, cache: ClientCache, config: Config) -> Reply:
+    client, name = _client(config), f"client-{assignment.client}"
+    format = client.federation.formats[assignment.client]
     layout = wire_for(config, format).layout_down(layout_of(client.network(format)))
     client.held = lambda _: _cached(cache, name, layout)
-    reply = client.train(task)
+    reply = client.train(assignment)
     if config.wire.client_cache:
-        cache.put(name, encode(client.message), task.round, config.wire.history)
+        cache.put(name, encode(client.message), assignment.round, config.wire.history)
     return reply
 
 
@@ -105,7 +117,7 @@ def _cached(cache: ClientCache, name: str, layout: Layout) -> State | None:
 
 @functools.lru_cache(maxsize=1)
 def _client(config: Config) -> Client:
-    """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp is a process a task)."""
+    """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp: one assignment)."""
     return Client(config, build(config), lambda _: None)
 
 
@@ -133,9 +145,9 @@ def server_app(
         run_config = context.run_config
         chosen = config or config_of(context)
         where, seconds = nodes or int(run_config["nodes"]), float(run_config.get("timeout", timeout))
-        with open_or_create(out or Path(str(run_config["out"])), chosen) as folder:
+        with open_or_create(out or Path(str(run_config["out"])).expanduser(), chosen) as folder:
             trainers = functools.partial(GridWorkers, grid, nodes=where, timeout=seconds)
-            history = execute(folder, build(chosen), 0, on_round, trainers=trainers)
+            history = execute(folder, build(chosen), Pool(0), on_round, trainers=trainers)
         if results is not None:
             results.append(history)
 

@@ -21,10 +21,10 @@ from fedfp8.fl.config import Config
 from fedfp8.fl.federation import build
 from fedfp8.fl.run import OnRound
 from fedfp8.fl.task import complete
-from fedfp8.flower.deployment import Deployment
 from fedfp8.flower.environment import keep_quiet
-from fedfp8.flower.localgrid import LocalGrid
 from fedfp8.flower.method.app import client_app, config_text, server_app
+from fedfp8.flower.testing.deployment import Deployment
+from fedfp8.flower.testing.localgrid import LocalGrid
 from fedfp8.machine import cores
 
 __all__ = ["ENGINES", "run", "write_app"]

@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedfp8.errors import RunError
-from fedfp8.fl.client import Reply, Task
+from fedfp8.fl.client import Assignment, Reply
 from fedfp8.flower.method.messages import read_reply, train_message
 from fedfp8.link import ServerLink
 
@@ -39,42 +39,42 @@ class GridWorkers:
         self.nodes: dict[int, int] = {}  # partition -> node
         self._asked: set[int] = set()
 
-    def train(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+    def train(self, assignments: Iterable[Assignment]) -> Iterator[Reply]:
         """Replies in the order of the tasks; a client that lost its reference is sent the model again without one."""
         self._find_nodes()
-        todo = list(tasks)
+        todo = list(assignments)
         answers = self._exchange(todo)
-        lost = [self._whole(task) for task in todo if answers[task.client][1]]
+        lost = [self._whole(assignment) for assignment in todo if answers[assignment.client][1]]
         if lost:
             self.notes.append(f"{len(lost)} clients had lost their reference and were sent the whole model")
-            for task, (reply, _) in zip(lost, self._exchange(lost).values(), strict=True):
-                answers[task.client] = reply, False
-        for task in todo:
-            yield answers[task.client][0]
+            for assignment, (reply, _) in zip(lost, self._exchange(lost).values(), strict=True):
+                answers[assignment.client] = reply, False
+        for assignment in todo:
+            yield answers[assignment.client][0]
 
-    def _exchange(self, tasks: list[Task]) -> dict[int, tuple[Reply, bool]]:
+    def _exchange(self, assignments: list[Assignment]) -> dict[int, tuple[Reply, bool]]:
         """Send, wait, and match what came back by message id, which the network vouches for, not by what it claims."""
         silent = f"no reply within {self.timeout:.0f} s"
         answers: dict[int, tuple[Reply, bool]] = {}
-        sent: list[tuple[Task, Message]] = []
-        for task in tasks:
-            node = self.nodes.get(task.client % self.count)
-            reason = silent if node is not None else f"no node serves partition {task.client % self.count}"
-            answers[task.client] = Reply(task.client, error=reason), False
+        sent: list[tuple[Assignment, Message]] = []
+        for assignment in assignments:
+            node = self.nodes.get(assignment.client % self.count)
+            reason = silent if node is not None else f"no node serves partition {assignment.client % self.count}"
+            answers[assignment.client] = Reply(assignment.client, error=reason), False
             if node is not None:
-                sent.append((task, train_message(task, node)))
+                sent.append((assignment, train_message(assignment, node)))
         replies = list(self.grid.send_and_receive([m for _, m in sent], timeout=self.timeout)) if sent else []
-        by_id = {message.metadata.message_id: task for task, message in sent}
+        by_id = {message.metadata.message_id: assignment for assignment, message in sent}
         for reply in replies:
             if reply.metadata.reply_to_message_id in by_id:
-                task = by_id[reply.metadata.reply_to_message_id]
-                answers[task.client] = read_reply(task, reply)
+                assignment = by_id[reply.metadata.reply_to_message_id]
+                answers[assignment.client] = read_reply(assignment, reply)
         return answers
 
-    def _whole(self, task: Task) -> Task:
-        """The task with its model coded on its own: what the server quantized, in more bytes."""
+    def _whole(self, assignment: Assignment) -> Assignment:
+        """The assignment with its model coded on its own: what the server quantized, in more bytes."""
         assert self.link.round is not None
-        return replace(task, payload=self.link.round.whole(task.client))
+        return replace(assignment, payload=self.link.round.whole(assignment.client))
 
     def _find_nodes(self) -> None:
         """Know a node for every partition before the first round; later, welcome nodes that came (again)."""

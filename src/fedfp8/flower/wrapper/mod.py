@@ -58,12 +58,12 @@ def arrays_of(start: Any) -> Arrays | None:
     return made
 
 
-class Model:
+class Received:
     """A model that came in: its link, and the shapes of the arrays that the app was given."""
 
     def __init__(self, payload: bytes, held: bytes, start: Any) -> None:
         self.link = ClientLink(start=arrays_of(start), held=held, arrays="numpy")
-        arrays = self.link.receive(payload)
+        arrays = self.link.receive(payload, copy=False)
         self.shapes = {name: array.shape for name, array in arrays.items()}
         self.record = ArrayRecord({name: array_of(array) for name, array in arrays.items()})
 
@@ -87,12 +87,12 @@ def _serve(message: Message, context: Context, call_next: ClientAppCallable, sta
 
 def _decoded(
     message: Message, blobs: dict[str, dict[str, bytes]], held: dict[str, bytes], start: Any
-) -> tuple[RecordDict | None, dict[str, Model]]:
+) -> tuple[RecordDict | None, dict[str, Received]]:
     """(what the app is given, the models in it by the names of their blobs); None if a reference is lost."""
     content, models = dict(message.content.items()), {}
     try:
         for key, name, payload in ((key, *item) for key, one in blobs.items() for item in one.items()):
-            models[name] = model = Model(payload, held.get(name, b""), start)
+            models[name] = model = Received(payload, held.get(name, b""), start)
             content[key], held[name] = model.record, model.link.packed or b""
     except LostReference:
         return None, {}
@@ -105,7 +105,7 @@ def _has(message: Message) -> bool:
     return message.has_content() and bool(message.content.array_records)
 
 
-def _coded(reply: Message, models: dict[str, Model]) -> Message:
+def _coded(reply: Message, models: dict[str, Received]) -> Message:
     """The reply as it travels: of every model that was received one record as a blob, the rest untouched."""
     left, records = dict(models), dict(reply.content.items())
     by_name = sorted(reply.content.array_records.items(), key=lambda item: item[0] not in models)  # those go first
@@ -117,12 +117,12 @@ def _coded(reply: Message, models: dict[str, Model]) -> Message:
     return reply
 
 
-def _known(record: ArrayRecord, model: Model) -> list[str]:
+def _known(record: ArrayRecord, model: Received) -> list[str]:
     """Names of the arrays of a reply that were received like this."""
     return [n for n, array in record.items() if n in model.shapes and numpy_view(n, array).shape == model.shapes[n]]
 
 
-def _blob(key: str, record: ArrayRecord, name: str, model: Model) -> ArrayRecord:
+def _blob(key: str, record: ArrayRecord, name: str, model: Received) -> ArrayRecord:
     """What was received, as a blob, beside the arrays that are the app's own."""
     try:
         known = _known(record, model)

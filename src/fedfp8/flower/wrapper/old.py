@@ -5,14 +5,18 @@ enough to tell `FP8Grid` which clients a round is for, and to put it in front of
 """
 
 import copy
+import time
 from logging import INFO
+from numbers import Real
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.server.strategy import Strategy
+from flwr.serverapp.strategy import Result
 
 from fedfp8.errors import ConfigError
 from fedfp8.flower.releases import log, parameters_to_arrayrecord
+from fedfp8.flower.wrapper.records import write_records
 from fedfp8.flower.wrapper.strategy import FP8
 
 __all__ = ["OldFP8"]
@@ -23,6 +27,10 @@ Instructions = list[tuple[Any, Any]]  # (ClientProxy, FitIns or EvaluateIns)
 class OldFP8(FP8, Strategy):
     """An old-style strategy, with models as few bytes. Made by `FP8(strategy)`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._result, self._began = Result(), time.monotonic()
+
     def start(self, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(
             f"{type(self.strategy).__name__} of flwr.server.strategy has no start(); use it as before, in "
@@ -32,6 +40,7 @@ class OldFP8(FP8, Strategy):
 
     def initialize_parameters(self, client_manager: Any) -> Any:
         self._log_settings()
+        self._result, self._began = Result(), time.monotonic()
         return self.strategy.initialize_parameters(client_manager)
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Instructions:
@@ -43,15 +52,29 @@ class OldFP8(FP8, Strategy):
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         parameters, metrics = self.strategy.aggregate_fit(server_round, results, failures)
-        return parameters, metrics | self.traffic.metrics()[self.traffic[-1].round]
+        return parameters, (metrics or {}) | self.traffic.metrics()[self.traffic[-1].round]
 
     def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> Any:  # type: ignore[override]
-        return self.strategy.aggregate_evaluate(server_round, results, failures)
+        found = self.strategy.aggregate_evaluate(server_round, results, failures)
+        self._record(self._result.evaluate_metrics_clientapp, server_round, found)
+        return found
 
     def evaluate(self, server_round: int, parameters: Any) -> Any:
         if self.traffic:
             log(INFO, "fedfp8: so far %s", self.traffic)
-        return self.strategy.evaluate(server_round, parameters)
+        found = self.strategy.evaluate(server_round, parameters)
+        self._record(self._result.evaluate_metrics_serverapp, server_round, found)
+        return found
+
+    def _record(self, where: dict[int, MetricRecord], server_round: int, found: Any) -> None:
+        """Keep (loss, metrics) and write the records anew: nobody says which round of an old-style run is the last."""
+        if self.out is None:
+            return
+        loss, metrics = found or (None, {})
+        numbers = {"loss": loss} | (metrics or {})
+        where[server_round] = MetricRecord({k: float(v) for k, v in numbers.items() if isinstance(v, Real)})
+        seconds = time.monotonic() - self._began
+        write_records(self.out, self.traffic, self._result, self.method, self.seed, seconds)
 
     def _coded(self, phase: str, prefix: str, instructions: Instructions) -> Instructions:
         if not instructions:

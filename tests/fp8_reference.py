@@ -14,7 +14,6 @@ __all__ = [
     "VALUE_ERROR",
     "between",
     "decode",
-    "dice",
     "dither",
     "encode",
     "gradients",
@@ -24,6 +23,7 @@ __all__ = [
     "position",
     "top",
     "undither",
+    "uniforms",
 ]
 
 # fl(x * fl(top / alpha)): two roundings of 2**-24 each; 2**-47 covers their product and the float64 arithmetic here.
@@ -101,7 +101,7 @@ def gradients(x: np.ndarray, q: np.ndarray, g: np.ndarray, alpha: float) -> tupl
     return g * keep, g * to_alpha
 
 
-def dice(seed: int, n: int, place: int = 0, strata: int = 1) -> np.ndarray:
+def uniforms(seed: int, n: int, place: int = 0, strata: int = 1) -> np.ndarray:
     """u of elements 0 .. n-1, from the formulas of docs/numerics.md in Python's integers."""
     word, wide = 2**32, 2**64
     z = (seed + 0x9E3779B97F4A7C15) % wide

@@ -1,4 +1,4 @@
-"""A Grid without a network: every node is a Context in this process. For tests, and for runs that need no Ray."""
+"""A Grid without a network: every node is a Context in this process."""
 
 import threading
 from collections.abc import Iterable

@@ -1,0 +1,1 @@
+"""A Flower app that fine-tunes the adapters of a causal language model."""
