@@ -17,6 +17,7 @@ SAME = ("digest_down", "digest_up", "model", "bytes_down", "bytes_up", "clients"
 ENVIRONMENT = {
     "RAY_TMPDIR": "/tmp",  # its sockets have a limit of 107 characters
     "RAY_memory_monitor_refresh_ms": "0",  # else it kills its workers where other programs fill the memory
+    "RAY_worker_niceness": "0",  # else its workers wait for everything else on the machine
 }
 TASK = """
 import torch
