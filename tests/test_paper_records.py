@@ -336,7 +336,7 @@ def test_arrows_have_the_rows_gain_with_its_spread_and_legends_name_smoke_checks
     draw_curves(panels[0, 0], curves, gains)
     assert "6.0 ± 2.8×" in [t.get_text() for t in panels[0, 0].texts]
     labels = panels[0, 0].get_legend_handles_labels()[1]
-    assert [label for label in labels if NOT_LEARNED in label] == ["FP8 FedAvg-BQ (not learned yet)"]
+    assert [label for label in labels if NOT_LEARNED in label] == ["FP8FedAvg-BQ (not learned yet)"]
 
 
 def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
