@@ -148,13 +148,13 @@ def test_unpacked_archive_gives_the_same_as_parquet(tiny, tmp_path):
         (root / name).write_text("\n".join(lines) + "\n")
     packed, found = load("speech_commands", tiny), load("speech_commands", tmp_path / "archive")
     assert found.classes == ("no", "yes") and found.groups == packed.groups  # archives: alphabetical
-    key = {
-        tuple(x.flatten().tolist()): (int(y), int(g))
-        for x, y, g in zip(packed.train_x, packed.train_y, packed.train_groups, strict=True)
-    }
     assert len(found.train_y) == 12 and len(found.test_y) == 4
+    # In another order, sums round differently on some CPUs: a raw coefficient by one float16, 2**-10 of its size, and
+    # raw sizes are within 16 deviations, which become 1. Other clips are whole deviations away.
     for x, y, g in zip(found.train_x, found.train_y, found.train_groups, strict=True):
-        assert key[tuple(x.flatten().tolist())] == (1 - int(y), int(g))
+        near = [torch.allclose(x, other, rtol=2**-9, atol=2**-6) for other in packed.train_x]
+        assert near.count(True) == 1
+        assert packed.train_y[near.index(True)] == 1 - y and packed.train_groups[near.index(True)] == g
 
 
 @pytest.mark.parametrize(
