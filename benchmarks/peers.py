@@ -226,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="digits", help="digits or lenet-cifar10-iid")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, help="local epochs; default: the preset's")
     parser.add_argument("--seeds", default="0", help="e.g. 0,1,2")
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--only", default="", help="FP32, DQ and the wires whose names contain this")
@@ -240,6 +241,8 @@ def main() -> None:
         update_docs(given.docs)
         return
     config = preset(given.preset, "fp32", round__count=given.rounds, round__eval_every=1, data__dir=given.data_dir)
+    if given.epochs:
+        config = replace(config, local=replace(config.local, epochs=given.epochs))
     names = [name for name in WIRES if given.only in name or name in ("FP32", OURS)]
     work = given.work or Path("runs") / f"peers-{given.preset}-{given.rounds}"
     load, seeds = os.getloadavg()[0], [int(seed) for seed in given.seeds.split(",")]
@@ -247,6 +250,7 @@ def main() -> None:
     content = with_machine(rows, load)
     content["machine"] |= versions()
     content |= {"preset": given.preset, "rounds": given.rounds, "seeds": seeds, "workers": given.workers}
+    content["epochs"] = config.local.epochs
     content |= {"weights": weights, "skipped": skipped}
     print(section(content))
     if given.out:
@@ -269,7 +273,8 @@ def section(content: dict) -> str:
         f"{name} {about[name]}" for name in ("python", "torch", "numpy", "zstandard", "nncodec") if name in about
     )
     busy = float(about["load"].split()[-1]) > int(about["cores"]) / 2 + content.get("workers", 1)
-    return f"""### {content["preset"]}, {content["rounds"]} rounds, seeds {seeds}
+    epochs = f" with {content['epochs']} local epochs" if "epochs" in content else ""
+    return f"""### {content["preset"]}, {content["rounds"]} rounds{epochs}, seeds {seeds}
 
 Where a peer is better than DQ without a shared start:
 

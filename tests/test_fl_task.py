@@ -626,19 +626,21 @@ def command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(line, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300)
 
 
-def test_a_task_on_the_command_line(tmp_path: Path) -> None:
+def test_a_task_on_the_command_line(fedfp8_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     options = ["--task", "my_task:make", "--rounds", "2", "--workers", "1"]
     found = command(tmp_path, "compare", *options, "--methods", "fp32,dq", "--name", "adding", "--out", "all")
     assert found.returncode == 0, found.stderr
     assert "adding" in (tmp_path / "all/compare.md").read_text() and "loss" in (tmp_path / "all/compare.md").read_text()
-    again = command(tmp_path, "compare", *options, "--methods", "fp32,dq", "--name", "adding", "--out", "all")
-    assert again.returncode == 0, again.stderr  # finished runs are recognised
+    code, _, err = fedfp8_command("compare", *options, "--methods", "fp32,dq", "--name", "adding", "--out", "all")
+    assert code == 0, err  # finished runs are recognised
     found = command(tmp_path, "run", *options, "--method", "dq", "--device", "cpu")
     assert found.returncode == 0, found.stderr
     folder = tmp_path / "runs/sums-dq-seed0"
     assert json.loads((folder / "summary.json").read_text())["metric"]["name"] == "loss"
-    assert command(tmp_path, "resume", str(folder), "--rounds", "3", "--workers", "0").returncode == 0
+    assert fedfp8_command("resume", str(folder), "--rounds", "3", "--workers", "0")[0] == 0
     assert json.loads((folder / "summary.json").read_text())["rounds"] == 3
 
 
