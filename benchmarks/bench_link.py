@@ -8,6 +8,8 @@ Times are processor time, which other work on the machine disturbs least.
 - server: milliseconds per client and million weights, downlink coded given what the client holds, uplink decoded and
   moved into the server's frame (budget: 20), and per direction in MB/s of float32 weights (budget: 100);
 - client: the same for decoding a model and coding a reply;
+- memory of the server beyond the program's own model, in bytes a weight of a model of 11M (budget: 16): what is live
+  while messages are coded and replies decoded, its clients in another process (Linux);
 - memory and disk of the server for 10 and for 10,000 logical clients;
 - `--large`: one client of a large model for two rounds, step by step: seconds, bytes sent, and the memory of the
   process, which is server, client and the program's own model together (Linux).
@@ -15,11 +17,16 @@ Times are processor time, which other work on the machine disturbs least.
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +77,50 @@ def exchange(weights: int, wire: str) -> dict[str, float]:
     return {what: statistics.median(found) for what, found in times.items()}
 
 
+def layers(count: int, side: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {f"layer{n}.weight": torch.randn(side, side, generator=generator) * 0.03 for n in range(count)}
+
+
+def serve_clients(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    clients: defaultdict[str, ClientLink] = defaultdict(ClientLink)
+    generator = torch.Generator().manual_seed(0)
+    while (given := pipe.recv()) is not None:
+        name, message = given
+        pipe.send(clients[name].reply(moved(clients[name].receive(message), 0.002, generator)))
+
+
+def peak(wire: str, count: int = 44, side: int = 500) -> float:
+    """The highest resident memory of three rounds of four clients, in bytes a weight, without the program's model.
+
+    Freed blocks go back to the system (MALLOC_MMAP_THRESHOLD_ must be small), so this is what is live.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    others = multiprocessing.get_context("spawn").Process(target=serve_clients, args=(theirs,), daemon=True)
+    others.start()
+    generator, found = torch.Generator().manual_seed(0), 0
+    for size in (8, side):  # a small model first: kernels are loaded
+        state, server, found = layers(count, size, generator), ServerLink(wire, seed=1), 0
+        before = memory("VmRSS")
+        for _ in range(3):
+            server.open(state, ["a", "b", "c", "d"])
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            for name in ["a", "b", "c", "d"]:
+                ours.send((f"{name} {size}", server.message(name)))
+                server.receive(name, ours.recv())
+            found = max(found, memory("VmHWM") - before)
+            for tensor in state.values():
+                tensor += 0.002 * torch.randn(tensor.shape, generator=generator)
+    ours.send(None)
+    return found / (count * side**2)
+
+
+def measured_peak(wire: str) -> float:
+    command = [sys.executable, __file__, "--peak", wire]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
 def remembered(clients: int, weights: int) -> dict[str, float]:
     """After a round of all of them: kilobytes of JSON and megabytes of models on disk."""
     server = ServerLink("dq", seed=1)
@@ -82,10 +133,8 @@ def remembered(clients: int, weights: int) -> dict[str, float]:
 def large(weights: int) -> Iterator[dict[str, Any]]:
     """Two rounds with one client, a row a step."""
     generator = torch.Generator().manual_seed(0)
-    side = 1000
-    layers = range(max(weights // side**2, 1))
-    state = {f"layer{n}.weight": torch.randn(side, side, generator=generator) * 0.03 for n in layers}
-    weights = len(layers) * side**2
+    state = layers(max(weights // 1000**2, 1), 1000, generator)
+    weights = len(state) * 1000**2
     server, client = ServerLink("dq", seed=1), ClientLink(held=b"")
     row: dict[str, Any] = {}
 
@@ -132,8 +181,12 @@ def main() -> None:
     parser.add_argument("--weights", type=int, default=1_000_000)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--large", type=int, metavar="WEIGHTS", help="one client of a model this large, step by step")
+    parser.add_argument("--peak", metavar="WIRE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.peak:
+        print(peak(arguments.peak))
+        return
     if arguments.large:
         print(f"load {os.getloadavg()[0]:.1f}", flush=True)
         for row in large(arguments.large):
@@ -145,6 +198,7 @@ def main() -> None:
         per_million = 1e3 * (times["code"] + times["decode"]) / (arguments.weights / 1e6)
         speeds = {f"{what}, MB/s": megabytes / seconds for what, seconds in times.items()}
         rows.append({"wire": wire, "server, ms per client and million weights": per_million} | speeds)
+        rows[-1]["server memory, bytes a weight"] = measured_peak(wire)
     rows += [{"clients": n} | remembered(n, arguments.weights) for n in (10, 10_000)]
     if arguments.json:
         print(json.dumps({"load": os.getloadavg(), "rows": rows}, indent=1))

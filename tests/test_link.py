@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from fedfp8 import ClientLink, LostReference, ServerLink, average
 from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, RunError, WireFormatError
 from fedfp8.link.wire import WIRES, Orders, Wire, fan_in_factor
-from fedfp8.wire import header
+from fedfp8.wire import decode, header
 
 ALL = sorted(WIRES)
 COHORT = ["a", 7, "c"]
@@ -118,8 +118,7 @@ def mean_error(clients: int, seed: int, weights: list[float] | None = None) -> t
     names = list(range(clients))
     round = server.open(state, names)
     sent = [round.sent(name)["w"].double() for name in names]
-    round.payload(0)
-    step = max(round._message[1].steps.values())
+    step = max(decode(round.payload(0)).steps.values())
     weights = weights or [1.0] * clients
     mean = sum(w * s for w, s in zip(weights, sent, strict=True)) / sum(weights)
     error = mean - state["w"].double()

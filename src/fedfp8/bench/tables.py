@@ -90,6 +90,7 @@ TABLES = {
         columns={
             "wire": "wire", "code, MB/s": "server codes", "client decode, MB/s": "client decodes",
             "client code, MB/s": "client codes", "decode, MB/s": "server decodes",
+            "server memory, bytes a weight": "server memory, bytes a weight",
         },
         **script("link", "--weights 20000", lambda content: [r for r in content["rows"] if "code, MB/s" in r]),
     ),

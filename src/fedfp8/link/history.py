@@ -68,7 +68,6 @@ class History:
             self.entries[number] = entry
             latest = max(self._models, default=number)
             self._models = {latest: self._models[latest], number: model} if self._models else {number: model}
-            self._sent = {}
             write_state(self.path(number), model, sync=False)
             self._checked.add(entry.fingerprint)
         return entry
@@ -103,6 +102,7 @@ class History:
         with self._lock:
             self.entries = {n: e for n, e in self.entries.items() if n in kept}
             self._models = {n: m for n, m in self._models.items() if n in kept}
+            self._sent = {}  # asked for again in another round, if at all
             self._checked &= {e.fingerprint for e in self.entries.values()}
 
     def clean(self) -> None:

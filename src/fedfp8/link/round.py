@@ -117,8 +117,8 @@ class Round:
         if key in self._payloads:
             return self._payloads[key]
         if self._message is None or self._message[0] != key[:2]:
-            message = quantize_down(self.model, self.entry, wire, place, self.link.seed)
-            self._message = key[:2], message
+            self._message = None  # before the next one is made: each takes as much memory as the model
+            self._message = key[:2], quantize_down(self.model, self.entry, wire, place, self.link.seed)
         message, references = self._message[1], []
         if wire.lossless:
             references += [] if held is None else [self.link.history.sent(held[0], wire, held[1])]
@@ -127,6 +127,8 @@ class Round:
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
         if held is None or not wire.has_places:  # others will ask for the same
             self._payloads[key] = payload
+        if self.cohort <= self.entry.strata:  # nobody else has this place
+            self._message = None
         return payload
 
 
