@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help demo test test-threads test-slow test-deploy lint types docs bench fuzz build clean
+.PHONY: help demo test test-threads test-oldest test-slow test-deploy lint types docs bench fuzz build clean
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -36,6 +36,20 @@ test-threads: $(VENV)/dev.stamp ## the engine and Flower tests with one OpenMP t
 	  echo "==> pytest (engines, OMP_NUM_THREADS=$$threads)"; \
 	  OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ENGINES) || exit 1; \
 	done
+
+# A second environment with the oldest Flower of pyproject.toml; everything else it takes from .venv.
+OLDEST := 1.28.0
+$(VENV)/oldest/stamp: $(VENV)/dev.stamp
+	@echo "==> creating $(VENV)/oldest with flwr $(OLDEST)"
+	@$(BIN)/python -m venv $(VENV)/oldest
+	@$(VENV)/oldest/bin/python -m pip --disable-pip-version-check install -q --progress-bar off flwr==$(OLDEST)
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/src')" \
+	  > $$($(VENV)/oldest/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/fedfp8.pth
+	@touch $@
+
+test-oldest: $(VENV)/oldest/stamp ## the two lines on the oldest Flower that we serve
+	@echo "==> pytest (Flower $(OLDEST))"
+	@$(VENV)/oldest/bin/python -m pytest -n $(WORKERS) tests/test_flower_wrapper.py tests/test_flower_old.py
 
 test-slow: $(VENV)/dev.stamp ## everything, long tests included
 	@HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -m ''

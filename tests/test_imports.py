@@ -140,6 +140,13 @@ PROJECT = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["pr
 CORE = {"torch", "numpy", "numba", "safetensors"}
 
 
+def test_the_oldest_flower_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+    makefile = (PACKAGE.parents[1] / "Makefile").read_text()
+    oldest = re.search(r"^OLDEST := (\d+\.\d+)\.0$", makefile, re.M)
+    assert oldest and f"flwr[simulation]>={oldest[1]},<" in PROJECT["optional-dependencies"]["flower"][0]
+    assert "make test-oldest" in (PACKAGE.parents[1] / ".ci" / "run").read_text()
+
+
 def closure(names: set[str]) -> set[str]:
     """Distributions that installing `names` brings, without extras."""
     found: set[str] = set()
