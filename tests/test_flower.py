@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 pytest.importorskip("flwr")
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedfp8.errors import ConfigError, RunError
@@ -87,11 +87,11 @@ def test_lost_state_costs_bytes_only(tmp_path):
     config = small(clients__fraction=1.0, round__count=3)
 
     class Forgetful(LocalGrid):
-        def send_and_receive(self, messages, *, timeout=None):
+        def push_messages(self, messages):
             messages = list(messages)
             if messages and messages[0].metadata.group_id == "3":
                 self.contexts[100].state.array_records.pop(CACHE, None)
-            return super().send_and_receive(messages, timeout=timeout)
+            return super().push_messages(messages)
 
     histories = []
     Forgetful(client_app(config), 6).serve(server_app(config, tmp_path / "r", nodes=6, results=histories))
@@ -102,16 +102,45 @@ def test_lost_state_costs_bytes_only(tmp_path):
     assert got[3]["bytes_down"] > want[3]["bytes_down"]
 
 
+def test_a_node_gets_one_message_at_a_time(tmp_path):
+    """On Ray, messages to one node run side by side, each on a copy of its state, and the last copy stays."""
+    config = small(clients__fraction=1.0, round__count=3)
+
+    class SideBySide(LocalGrid):
+        def push_messages(self, messages):
+            states = {node: context.state for node, context in self.contexts.items()}
+            for node, context in self.contexts.items():
+                context.state = RecordDict({key: ArrayRecord(dict(r)) for key, r in states[node].array_records.items()})
+            ids = list(super().push_messages(messages))
+            self.left = getattr(self, "left", {}) | {id: self._replies[id].metadata.src_node_id for id in ids}
+            self.after = getattr(self, "after", {}) | {id: self.contexts[self.left[id]].state for id in ids}
+            for node, state in states.items():
+                self.contexts[node].state = state
+            return ids
+
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                id = reply.metadata.reply_to_message_id
+                self.contexts[self.left[id]].state = self.after[id]
+            return replies
+
+    histories = []
+    SideBySide(client_app(config), 2).serve(server_app(config, tmp_path / "r", nodes=2, results=histories))
+    assert pick(histories[0].rounds) == pick(run(config).rounds)
+    assert [line["notes"] for line in histories[0].rounds] == [[], [], [], []]
+
+
 def test_damaged_cache_is_a_lost_one(tmp_path):
     config = small(clients__fraction=1.0, round__count=2)
 
     class Damaging(LocalGrid):
-        def send_and_receive(self, messages, *, timeout=None):
+        def push_messages(self, messages):
             for context in self.contexts.values():
                 if CACHE in context.state.array_records:
                     key = next(iter(context.state[CACHE]))
                     context.state[CACHE] = ArrayRecord({key: Array("uint8", (3,), STYPE, b"bad")})
-            return super().send_and_receive(messages, timeout=timeout)
+            return super().push_messages(messages)
 
     histories = []
     Damaging(client_app(config), 6).serve(server_app(config, tmp_path / "r", nodes=6, results=histories))
@@ -243,15 +272,15 @@ def test_silent_node_is_left_out(tmp_path):
     config = small(clients__count=4, clients__fraction=1.0, round__count=2)
 
     class Dropping(LocalGrid):
-        def send_and_receive(self, messages, *, timeout=None):
-            replies = super().send_and_receive(messages, timeout=timeout)
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
             return [r for r in replies if r.metadata.src_node_id != 101 or r.metadata.message_type == "query"]
 
     histories = []
     grid = Dropping(client_app(config), 2)
-    grid.serve(server_app(config, tmp_path / "r", nodes=2, timeout=5, results=histories))
+    grid.serve(server_app(config, tmp_path / "r", nodes=2, timeout=1, results=histories))
     for line in histories[0].rounds[1:]:
-        assert [(r["client"], r["reason"]) for r in line["rejected"]] == [(k, "no reply within 5 s") for k in (1, 3)]
+        assert [(r["client"], r["reason"]) for r in line["rejected"]] == [(k, "no reply within 1 s") for k in (1, 3)]
 
 
 def test_nodes_are_waited_for_checked_and_welcomed_back(tmp_path):

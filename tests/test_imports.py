@@ -121,7 +121,12 @@ def test_mypy_shows_real_signatures(tmp_path: Path) -> None:
         "import fedfp8\nreveal_type(fedfp8.run)\nreveal_type(fedfp8.prepare)\nreveal_type(fedfp8.preset())\n"
         "reveal_type(fedfp8.resume('x').rounds)\nreveal_type(fedfp8.RunError())\nfedfp8.quantise\n"
     )
-    options = ["--config-file", PACKAGE.parents[1] / "pyproject.toml", "--cache-dir", PACKAGE.parents[1] / ".mypy_cache"]
+    options = [
+        "--config-file",
+        PACKAGE.parents[1] / "pyproject.toml",
+        "--cache-dir",
+        PACKAGE.parents[1] / ".mypy_cache",
+    ]
     command = [sys.executable, "-m", "mypy", *options, script]
     environment = os.environ | {"MYPYPATH": str(PACKAGE.parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)

@@ -113,6 +113,7 @@ TABLES = {
         columns={
             "case": "model", "weights": "weights", "tensors": "tensors", "ratio": "processor time, FP8 / plain",
             "ms_per_client_and_million": "ms more per client and million weights",
+            "ms_per_client_and_tensor": "and tensor",
             "more_bytes_of_memory_a_weight": "bytes of memory more a weight", "times_fewer_bytes": "times fewer bytes",
         },
         **script("flower_wrapper", "--rounds 1 --cases many",

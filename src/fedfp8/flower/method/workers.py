@@ -1,6 +1,7 @@
 """Clients behind a Flower Grid, as `fl.simulate.Workers`: tasks become messages, replies come back in client order."""
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -53,23 +54,43 @@ class GridWorkers:
             yield answers[assignment.client][0]
 
     def _exchange(self, assignments: list[Assignment]) -> dict[int, tuple[Reply, bool]]:
-        """Send, wait, and match what came back by message id, which the network vouches for, not by what it claims."""
-        silent = f"no reply within {self.timeout:.0f} s"
+        """Send, wait, and match what came back by message id, which the network vouches for, not by what it claims.
+
+        A node gets one message at a time: Flower keeps the state that the last one of several leaves, on Ray, so what
+        the others received would be forgotten.
+        """
         answers: dict[int, tuple[Reply, bool]] = {}
-        sent: list[tuple[Assignment, Message]] = []
+        turns: defaultdict[int, deque[Assignment]] = defaultdict(deque)
         for assignment in assignments:
             node = self.nodes.get(assignment.client % self.count)
+            silent = f"no reply within {self.timeout:.0f} s"
             reason = silent if node is not None else f"no node serves partition {assignment.client % self.count}"
             answers[assignment.client] = Reply(assignment.client, error=reason), False
             if node is not None:
-                sent.append((assignment, train_message(assignment, node)))
-        replies = list(self.grid.send_and_receive([m for _, m in sent], timeout=self.timeout)) if sent else []
-        by_id = {message.metadata.message_id: assignment for assignment, message in sent}
-        for reply in replies:
-            if reply.metadata.reply_to_message_id in by_id:
-                assignment = by_id[reply.metadata.reply_to_message_id]
+                turns[node].append(assignment)
+        sent = dict(self._send_next(turns, list(turns)))
+        deadline, pause = time.monotonic() + self.timeout, 0.05
+        while sent and time.monotonic() < deadline:
+            replies = [r for r in self.grid.pull_messages(list(sent)) if r.metadata.reply_to_message_id in sent]
+            for reply in replies:
+                node, assignment = sent.pop(reply.metadata.reply_to_message_id)
                 answers[assignment.client] = read_reply(assignment, reply)
+                sent |= self._send_next(turns, [node])
+            if not replies:
+                time.sleep(pause)
+                pause = min(2 * pause, getattr(self.grid, "pull_interval", 0.1))
         return answers
+
+    def _send_next(
+        self, turns: dict[int, deque[Assignment]], nodes: Iterable[int]
+    ) -> Iterator[tuple[str, tuple[int, Assignment]]]:
+        """(message id, (node, assignment)) of the next message to each of these nodes."""
+        for node in nodes:
+            while turns[node]:
+                assignment = turns[node].popleft()
+                if ids := [id for id in self.grid.push_messages([train_message(assignment, node)]) if id]:
+                    yield ids[0], (node, assignment)
+                    break  # none: Flower has said why
 
     def _whole(self, assignment: Assignment) -> Assignment:
         """The assignment with its model coded on its own: what the server quantized, in more bytes."""
