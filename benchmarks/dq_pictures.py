@@ -1,8 +1,9 @@
 """The pictures of docs/method.md, drawn from the product's own code.
 
-    python benchmarks/dq_pictures.py                 # docs/figures/cohort-error.svg, docs/figures/references.svg
+    python benchmarks/dq_pictures.py                 # cohort-error.svg, rate.svg and references.svg in docs/figures
 
 cohort-error: error of the mean of what a cohort receives, for the same random bits, independent ones, and places.
+rate: bits per weight of a downlink against how far weights moved, by what is known of them (computed, not measured).
 references: bits per weight of each round's downlink by what the tensors were coded given, on the `digits` preset.
 """
 
@@ -54,6 +55,52 @@ def draw_errors(path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="clients in the round, P", ylabel="rms error of their mean, in steps")
     axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
     axes.minorticks_off()
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def rate(move: float, known: str, cells: int = 64) -> float:
+    """Bits per weight of an ideal coder for weights that moved by a Gaussian of `move` steps, given a reference.
+
+    known: "exact" (the reference is the old weight: the shared start), "new bits" (it is the old weight with the error
+    of old random bits, and the new ones are others) or "same bits" (old and new random bits are the same).
+    """
+    integers = torch.arange(-16, 17, dtype=torch.float64)
+    if known == "same bits":  # only the old integer is known: the old weight is anywhere in its cell
+        offsets, spread = torch.tensor([0.5], dtype=torch.float64), True
+    else:  # where in a new cell the reference lies is known, too
+        offsets, spread = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells, known == "new bits"
+    below = integers[None, :] - offsets[:, None]
+    chance = cumulative(below + 1, move, spread) - cumulative(below, move, spread)
+    return float(-(chance * chance.clamp_min(1e-300).log2()).sum(1).mean())
+
+
+def cumulative(x: torch.Tensor, move: float, spread: bool) -> torch.Tensor:
+    """Distribution function of a Gaussian, or of a Gaussian and an error that is uniform in a cell."""
+
+    def below(x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (1 + torch.erf(x / (move * math.sqrt(2))))
+
+    def area(x: torch.Tensor) -> torch.Tensor:
+        return x * below(x) + move * torch.exp(-0.5 * (x / move) ** 2) / math.sqrt(2 * math.pi)
+
+    return area(x + 0.5) - area(x - 0.5) if spread else below(x)
+
+
+def draw_rates(path: Path) -> None:
+    moves = torch.logspace(-2, 0.3, 60).tolist()
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    lines = {
+        "exact": "the shared start (no error)",
+        "new bits": "last received, new random bits (DQ)",
+        "same bits": "last received, the same random bits",
+    }
+    for known, label in lines.items():
+        axes.plot(moves, [rate(move, known) for move in moves], label=label)
+    axes.set(
+        xscale="log", xlabel="how far weights moved since, rms, in steps", ylabel="bits per weight", ylim=(0, None)
+    )
+    axes.set_xticks([0.01, 0.1, 0.3, 1], ["0.01", "0.1", "0.3", "1"])
     axes.legend(frameon=False)
     figure.savefig(path)
 
@@ -114,4 +161,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     draw_errors(arguments.out / "cohort-error.svg")
+    draw_rates(arguments.out / "rate.svg")
     draw_references(arguments.out / "references.svg", arguments.rounds)

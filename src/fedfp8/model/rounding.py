@@ -21,11 +21,12 @@ __all__ = ["ROUNDINGS", "Draw", "Rounding", "rounding_of"]
 
 @dataclass(frozen=True)
 class Draw:
-    """The random bits of one tensor of a message: a seed, and the sender's place among those that share it."""
+    """The random bits of one tensor of a message: a seed, the sender's place among those that share it, and a turn."""
 
     seed: int
     place: int = 0
     strata: int = 1
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,18 @@ class Dithered(Rounding):
     ) -> torch.Tensor:
         if not step:
             return torch.zeros(spec.size, dtype=torch.int32)
-        return dither(values, step, seed=draw.seed, place=draw.place, strata=draw.strata, name=spec.name)
+        return dither(
+            values, step, seed=draw.seed, place=draw.place, strata=draw.strata, turn=draw.turn, name=spec.name
+        )
 
     def dequantize(
         self, spec: TensorSpec, codes: torch.Tensor, alpha: torch.Tensor | None, step: float, draw: Draw
     ) -> torch.Tensor:
         if not step:
             return torch.zeros(spec.size)
-        return undither(codes, step, seed=draw.seed, place=draw.place, strata=draw.strata, name=spec.name)
+        return undither(
+            codes, step, seed=draw.seed, place=draw.place, strata=draw.strata, turn=draw.turn, name=spec.name
+        )
 
 
 ROUNDINGS: dict[str, Rounding] = {

@@ -97,11 +97,12 @@ class QuantState:
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
     place: int = 0  # of the sender among the `strata` of a cohort that shares its random bits (dithered only)
     strata: int = 1
+    turn: int = 0  # of all places alike, in 2**32nds of a cell (dithered only)
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
 
     def draw(self, index: int) -> Draw:
         """The random bits of tensor `index`."""
-        return Draw(tensor_seed(self.seed, index), self.place, self.strata)
+        return Draw(tensor_seed(self.seed, index), self.place, self.strata, self.turn)
 
 
 @lru_cache(maxsize=4096)
@@ -120,12 +121,13 @@ def quantize_state(
     reference: State | None = None,
     place: int = 0,
     strata: int = 1,
+    turn: int = 0,
     change: bool = False,
 ) -> QuantState:
     """Quantize a whole state.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
-    ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
+    ``step_of="update"``, or a mapping name -> absolute step. place, strata and turn are those of :func:`fedfp8.dither`.
     change: marks `state` as one of differences; nothing is subtracted here.
     """
     if rounding not in ROUNDINGS:
@@ -135,12 +137,13 @@ def quantize_state(
         raise QuantizationError(
             f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
         )
-    if not rule.has_steps and (place, strata, change) != (0, 1, False):
+    if not rule.has_steps and (place, strata, turn, change) != (0, 1, 0, False):
         raise QuantizationError(
-            f"place={place}, strata={strata}, change={change} with rounding={rounding!r}; they belong to 'dithered'"
+            f"place={place}, strata={strata}, turn={turn}, change={change} with rounding={rounding!r}; they belong to "
+            "'dithered'"
         )
-    dither_keys(seed, place, strata)  # refuses places that do not exist, even where every tensor is zero
-    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change)
+    dither_keys(seed, place, strata, turn)  # refuses places that do not exist, even where every tensor is zero
+    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, turn=turn, change=change)
     for index, spec in enumerate(state.layout):
         tensor = state[spec.name]
         if spec.kind not in rule.kinds:

@@ -74,6 +74,7 @@ class Plan:
     references: tuple[Reference, ...]
     place: int = 0
     strata: int = 1
+    turn: int = 0
     version: int = 1  # of the format, as far as the sender's choices go
 
     @property
@@ -115,7 +116,7 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
             for state in references
         )
         seed, random = tensor_seed(q.seed, index), rule.is_random
-        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, version)
+        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, q.turn, version)
 
 
 def mode_name(mode: int, references: int = 1) -> str:

@@ -64,7 +64,7 @@ def fit_mix(plan: "Plan", codes: np.ndarray, spans: Sequence[tuple[int, int]]) -
 
     Sums in a fixed order of products that are exact: the same coefficients on every machine.
     """
-    key, *others = dither_keys(plan.seed, plan.place, plan.strata)
+    key, *others = dither_keys(plan.seed, plan.place, plan.strata, plan.turn)
     wanted = [np.empty(b - a, np.float32) for a, b in spans]
     for (a, b), out in zip(spans, wanted, strict=True):
         undither(codes[a:b], out, np.float32(plan.step), np.uint32((int(key) + WEYL * a) % 2**32), *others)

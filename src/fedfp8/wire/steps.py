@@ -46,7 +46,9 @@ class Predictor:
     def __init__(self, plan: "Plan", reference: "Reference | Mix | None", random: bool) -> None:
         self.plan, self.reference, self.random = plan, reference, random
         self.rms = 0.0 if reference is None else reference.rms
-        self.keys = dither_keys(plan.seed, plan.place, plan.strata) if plan.dithered else random_keys(plan.seed)
+        self.keys = random_keys(plan.seed)
+        if plan.dithered:
+            self.keys = dither_keys(plan.seed, plan.place, plan.strata, plan.turn)
         self.constants = self._uniform() if plan.dithered else self._float()
 
     def _uniform(self) -> tuple[Any, ...]:
