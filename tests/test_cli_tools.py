@@ -52,7 +52,9 @@ def test_inspect_says_what_is_wrong(fedfp8_command, kept: Path, tmp_path: Path) 
     (tmp_path / "whole").write_bytes(data)
     assert "neither a run folder nor one of" in fedfp8_command("inspect", str(tmp_path / "whole"), "--layout", "vgg")[2]
     code, _, err = fedfp8_command("inspect", str(tmp_path / "whole"), "--layout", "digits:7")
-    assert code == 1 and "Traceback" not in err
+    assert code == 1 and "is not a message of --layout digits:7: layout fingerprint" in "".join(err.split("\n"))
+    code, out, _ = fedfp8_command("inspect", str(tmp_path / "whole"))
+    assert code == 0 and "--layout RUN" in out  # how to see its tensors
 
 
 def test_models_lists_every_network(fedfp8_command) -> None:

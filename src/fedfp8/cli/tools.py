@@ -46,11 +46,19 @@ def inspect(
         data = payload.read_bytes()
     except OSError as error:
         raise WireFormatError(f"{payload} cannot be read: {error.strerror}; give the path of a payload file") from None
+    layouts = layouts_of(layout) if layout else []
     try:
-        result = look(data, pick(layouts_of(layout), data) if layout else None)
+        result = look(data)
     except WireFormatError as error:
         raise WireFormatError(f"{payload} is not a whole fedfp8 message: {error}") from None
+    if layouts:
+        try:
+            result = look(data, pick(layouts, data))
+        except WireFormatError as error:
+            raise WireFormatError(f"{payload} is not a message of --layout {layout}: {error}") from None
     typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
+    if result.rows is None and not as_json:
+        typer.echo("(--layout RUN, the folder of the run it is from, or --layout MODEL, one of `fedfp8 models`)")
 
 
 def layouts_of(name: str) -> "list[Layout]":
