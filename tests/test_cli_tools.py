@@ -65,7 +65,7 @@ def test_models_lists_every_network(fedfp8_command) -> None:
 def test_presets_lists_every_preset_with_its_settings(fedfp8_command) -> None:
     code, out, _ = fedfp8_command("presets")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)
-    assert "model.name=kwt1" in out
+    assert "model.name=kwt1" in out and "--task" in out.splitlines()[-1]
 
 
 def test_settings_lists_every_key_with_its_value_and_meaning(fedfp8_command) -> None:

@@ -672,9 +672,7 @@ def test_tasks_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             fedfp8.run(preset("own", task=path))
 
 
-def test_a_task_on_flower_sends_the_same_bytes(
-    fedfp8_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_on_flower_sends_the_same_bytes(fedfp8_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="needs `pip install fedfp8[flower]`")
     (tmp_path / "my_flower_task.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)

@@ -104,7 +104,8 @@ def presets() -> None:
     from fedfp8.fl import PRESETS
 
     for name, values in PRESETS.items():
-        typer.echo(f"{name:26} " + "  ".join(f"{k}={v}" for k, v in values.items()))
+        text = "  ".join(f"{k}={v}" for k, v in values.items()) or "your own model and data: fedfp8 run --task"
+        typer.echo(f"{name:26} {text}")
 
 
 def settings(
