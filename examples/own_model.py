@@ -13,6 +13,7 @@ def examples(client: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 4))
     config = fedfp8.preset("digits", "dq", round__count=10, clients__fraction=0.5)
     history = fedfp8.run(config, model=model, clients=[examples(k, 100) for k in range(8)], test=examples(99, 500))

@@ -36,9 +36,7 @@ def list_all(data_dir: DataDir = None) -> None:
     for item in items:
         typer.echo(f"{item.name:<16} {item.about}\n{'':<16} {item.found or 'not found'}")
     if not all(item.found for item in items):
-        typer.echo(
-            "To get one: fedfp8 data fetch NAME. One you have: --data-dir DIR, or FEDFP8_DATA=DIR (docs/data.md)."
-        )
+        typer.echo("To get one: fedfp8 data fetch NAME. For one you have: --data-dir DIR or FEDFP8_DATA=DIR.")
 
 
 def fetch(name: Name, data_dir: DataDir = None) -> None:
