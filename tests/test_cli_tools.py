@@ -105,3 +105,11 @@ def test_the_shell_can_complete_commands_and_options(fedfp8_command, monkeypatch
         monkeypatch.setenv("COMP_CWORD", str(word))
         code, out, _ = fedfp8_command()
         assert code == 0 and set(out.split()) == expected
+
+
+def test_settings_fit_a_terminal(fedfp8_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = fedfp8_command("settings", "dq")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert any(line.startswith(" " * 35) for line in out.splitlines())  # a long meaning goes on below itself

@@ -1,6 +1,7 @@
 """`fedfp8 inspect`, `models`, `presets`, `settings` and `bench`."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,8 +125,10 @@ def settings(
     if as_json:
         typer.echo(json.dumps([vars(setting) for setting in found], indent=2))
         return
+    console = Console()
     for setting in found:
-        typer.echo(f"{setting.key + ' = ' + json.dumps(setting.value):<34} {setting.meaning}")
+        line = f"{setting.key + ' = ' + json.dumps(setting.value):<34} {setting.meaning}"
+        typer.echo(textwrap.fill(line, console.width, subsequent_indent=" " * 35) if console.is_terminal else line)
 
 
 def bench(
