@@ -118,7 +118,7 @@ def api() -> str:
 
 
 def home(module: str, name: str) -> str:
-    """Where a name is defined: `fedfp8.fl.run` is a function and a module, and the function is meant."""
+    """Where a name is defined."""
     if module in ("fedfp8.flower", "fedfp8.nvflare"):
         return module  # these need packages that `make docs` does not install
     return getattr(getattr(import_module(module), name), "__module__", module) if name[0] != "E" else module

@@ -6,7 +6,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import fedfp8
-from fedfp8.fl import preset
 
 SPEAKERS = [
     "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings and arrows",
@@ -53,7 +52,7 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tupl
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    config = preset("own", "dq", round__count=20, clients__fraction=1.0, local__lr=1.0, local__batch_size=10)
+    config = fedfp8.preset("own", "dq", round__count=20, clients__fraction=1.0, local__lr=1.0, local__batch_size=10)
     clients = [Windows(text) for text in SPEAKERS]
     history = fedfp8.run(config, model=Speaker(), clients=clients, test=Windows(UNSEEN), loss=loss, metric=accuracy)
     print(f"accuracy {history.accuracy:.1%} for {history.summary['bytes_total']:,} bytes")

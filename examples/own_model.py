@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import fedfp8
-from fedfp8.fl import preset
 
 
 def examples(client: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -14,7 +13,8 @@ def examples(client: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 4))
-    config = preset("digits", "dq", round__count=10, clients__fraction=0.5)
+    config = fedfp8.preset("digits", "dq", round__count=10, clients__fraction=0.5)
     history = fedfp8.run(config, model=model, clients=[examples(k, 100) for k in range(8)], test=examples(99, 500))
     print(f"accuracy {history.accuracy:.1%} for {history.summary['bytes_total']:,} bytes")

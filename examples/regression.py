@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fedfp8
-from fedfp8.fl import preset
 
 
 def examples(client: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +38,7 @@ def make() -> fedfp8.Task:
 
 
 if __name__ == "__main__":
-    config = preset("own", "dq", round__count=30, clients__fraction=0.5, local__batch_size=20)
+    config = fedfp8.preset("own", "dq", round__count=30, clients__fraction=0.5, local__batch_size=20)
     history = fedfp8.run(config, **vars(make()))
     print(f"rmse {history.metric:.3f} for {history.summary['bytes_total']:,} bytes")
     model = history.model()  # a plain nn.Sequential again

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import fedfp8
-from fedfp8.fl import preset
 
 Batch = dict[str, torch.Tensor]
 
@@ -48,7 +47,7 @@ def iou(model: nn.Module, batch: Batch) -> tuple[float, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    config = preset("own", "dq", round__count=20, clients__fraction=0.5, local__lr=0.3, local__epochs=2)
+    config = fedfp8.preset("own", "dq", round__count=20, clients__fraction=0.5, local__lr=0.3, local__epochs=2)
     clients = [partial(scenes, k, 4) for k in range(6)]
     history = fedfp8.run(config, model=DownAndUp(), clients=clients, test=partial(scenes, 99, 8), loss=loss, metric=iou)
     print(f"intersection over union {history.metric:.2f} for {history.summary['bytes_total']:,} bytes")

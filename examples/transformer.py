@@ -5,7 +5,6 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import fedfp8
-from fedfp8.fl import preset
 
 Batch = dict[str, torch.Tensor]
 LENGTH, WORDS = 12, 50
@@ -37,9 +36,9 @@ def accuracy(model: nn.Module, batch: Batch) -> tuple[float, float]:
     return right.float().mean().item(), len(right)
 
 
-def main(rounds: int = 20, model: nn.Module | None = None) -> fedfp8.fl.History:
+def main(rounds: int = 20, model: nn.Module | None = None) -> fedfp8.History:
     local = {"local__optimizer": "adamw", "local__lr": 0.003, "local__epochs": 2, "local__batch_size": 20}
-    config = preset("own", "dq", round__count=rounds, clients__fraction=0.5, **local)
+    config = fedfp8.preset("own", "dq", round__count=rounds, clients__fraction=0.5, **local)
     clients, test = [sentences(k, 200) for k in range(8)], sentences(99, 400)
     return fedfp8.run(config, model=model or network(), clients=clients, test=test, loss=loss, metric=accuracy)
 

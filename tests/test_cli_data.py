@@ -24,6 +24,7 @@ def test_list_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     text = data("list", "--data-dir", str(tmp_path))
     assert "comes with scikit-learn" in text
     assert text.count("not found") == text.count("\n") // 2 - 1  # all but the digits
+    assert text.splitlines()[-1].startswith("To get one: fedfp8 data fetch NAME.")
 
 
 def test_check_counts(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_without_a_terminal_there_is_a_short_line_a_round_and_a_summary(fedfp8_c
     code, out, err = fedfp8_command("run", *options)
     assert code == 0 and err == ""
     lines = out.splitlines()
-    about = f"digits, method uq, seed 0: 2 rounds with 3 of 6 clients each, 0 workers; records in {folder}"
+    about = f"digits, method uq, seed 0: 2 rounds with 3 of 6 clients each, in this process; records in {folder}"
     assert lines[0] == about  # what it is about to do
     assert [re.search(r"^uq  round (\d)/2  accuracy [\d.]+ %", line)[1] for line in lines[1:4]] == ["0", "1", "2"]
     assert all(len(line) <= 100 for line in lines[1:4]) and "  done  " in lines[3]
@@ -66,6 +66,8 @@ def test_resume_goes_on_past_the_planned_end(fedfp8_command, tmp_path: Path) -> 
     assert not (folder / "sizes.json").exists()
     code, _, err = fedfp8_command("resume", str(folder), "--rounds", "1")
     assert code == 1 and "has 2 rounds already" in err
+    code, out, _ = fedfp8_command("resume", str(folder), "--workers", "0")
+    assert code == 0 and f"all 2 rounds are done; go on past them with: fedfp8 resume {folder} --rounds N" in out
     cosine = [*options, "--overwrite", "--set", "local.schedule=cosine"]
     assert fedfp8_command("run", "--rounds", "1", *cosine)[0] == 0
     code, _, err = fedfp8_command("resume", str(folder), "--rounds", "2")

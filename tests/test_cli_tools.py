@@ -52,7 +52,9 @@ def test_inspect_says_what_is_wrong(fedfp8_command, kept: Path, tmp_path: Path) 
     (tmp_path / "whole").write_bytes(data)
     assert "neither a run folder nor one of" in fedfp8_command("inspect", str(tmp_path / "whole"), "--layout", "vgg")[2]
     code, _, err = fedfp8_command("inspect", str(tmp_path / "whole"), "--layout", "digits:7")
-    assert code == 1 and "Traceback" not in err
+    assert code == 1 and "is not a message of --layout digits:7: layout fingerprint" in "".join(err.split("\n"))
+    code, out, _ = fedfp8_command("inspect", str(tmp_path / "whole"))
+    assert code == 0 and "--layout RUN" in out  # how to see its tensors
 
 
 def test_models_lists_every_network(fedfp8_command) -> None:
@@ -63,7 +65,7 @@ def test_models_lists_every_network(fedfp8_command) -> None:
 def test_presets_lists_every_preset_with_its_settings(fedfp8_command) -> None:
     code, out, _ = fedfp8_command("presets")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)
-    assert "model.name=kwt1" in out
+    assert "model.name=kwt1" in out and "--task" in out.splitlines()[-1]
 
 
 def test_settings_lists_every_key_with_its_value_and_meaning(fedfp8_command) -> None:
@@ -103,3 +105,11 @@ def test_the_shell_can_complete_commands_and_options(fedfp8_command, monkeypatch
         monkeypatch.setenv("COMP_CWORD", str(word))
         code, out, _ = fedfp8_command()
         assert code == 0 and set(out.split()) == expected
+
+
+def test_settings_fit_a_terminal(fedfp8_command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = fedfp8_command("settings", "dq")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert any(line.startswith(" " * 35) for line in out.splitlines())  # a long meaning goes on below itself

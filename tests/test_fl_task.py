@@ -161,6 +161,7 @@ def test_data_that_is_refused() -> None:
         (Endless(), r"client 1 is an IterableDataset.*functools.partial\(DataLoader"),
         (generator, "client 1 is a DataLoader with a generator of its own"),
         (3, "client 1 is a int; give a pair of tensors"),
+        ("data.csv", "client 1 is a str; give a pair of tensors"),
         (["a", "b"], "client 1 is a list without tensors of examples"),
         (lambda: 3, "function of client 1 gave a int; it must give an iterable of batches"),
         ((torch.zeros(3, 5), torch.zeros(3), torch.zeros(2)), r"client 1 has tensors of \[3, 3, 2\] examples"),
@@ -309,6 +310,11 @@ PAIR = own_data(1)[0]
 def test_what_is_refused_says_what_to_give(task: dict[str, Any], why: str) -> None:
     with pytest.raises(Fedfp8Error, match=why):
         own(**task)
+
+
+def test_a_config_that_is_none_says_how_to_make_one() -> None:
+    with pytest.raises(ConfigError, match=r'config is a str; give a Config, for example fedfp8.preset\("own", "dq"\)'):
+        fedfp8.run("dq")
 
 
 def test_class_numbers_of_any_integer_type() -> None:
@@ -626,6 +632,12 @@ def command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(line, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300)
 
 
+def scalars(folder: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return set(EventAccumulator(str(folder / "tb")).Reload().Tags()["scalars"])
+
+
 def test_a_task_on_the_command_line(fedfp8_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_task.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
@@ -636,9 +648,10 @@ def test_a_task_on_the_command_line(fedfp8_command, tmp_path: Path, monkeypatch:
     assert "adding" in (tmp_path / "all/compare.md").read_text() and "loss" in (tmp_path / "all/compare.md").read_text()
     code, _, err = fedfp8_command("compare", *options, "--methods", "fp32,dq", "--name", "adding", "--out", "all")
     assert code == 0, err  # finished runs are recognised
-    found = command(tmp_path, "run", *options, "--method", "dq", "--device", "cpu")
+    found = command(tmp_path, "run", *options, "--method", "dq", "--device", "cpu", "--tensorboard")
     assert found.returncode == 0, found.stderr
     folder = tmp_path / "runs/sums-dq-seed0"
+    assert scalars(folder) >= {"loss", "loss_sent", "bytes_total"}
     assert json.loads((folder / "summary.json").read_text())["metric"]["name"] == "loss"
     assert fedfp8_command("resume", str(folder), "--rounds", "3", "--workers", "0")[0] == 0
     assert json.loads((folder / "summary.json").read_text())["rounds"] == 3
@@ -659,15 +672,18 @@ def test_tasks_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             fedfp8.run(preset("own", task=path))
 
 
-def test_a_task_on_flower_sends_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_on_flower_sends_the_same_bytes(fedfp8_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="needs `pip install fedfp8[flower]`")
-    from fedfp8.flower import run as run_on_flower
-
     (tmp_path / "my_flower_task.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = preset("own", "dq", round__count=2, task="my_flower_task:make")
-    run_on_flower(config, tmp_path / "flower", engine="grid", nodes=2)
+    options = ["--task", "my_flower_task:make", "--rounds", "2", "--method", "dq"]
+    code, out, err = fedfp8_command("flower", "run", *options, "--engine", "grid", "--nodes", "2", "--out", "flower")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("sums, method dq, seed 0: 2 rounds with 1 of 3 clients each, Flower's engine grid;")
+    assert lines[-2].startswith("sums / dq: loss ") and lines[-1] == "records: flower"
     here = fedfp8.run(config, out=tmp_path / "here")
     lines = [json.loads(line) for line in (tmp_path / "flower/history.jsonl").read_text().splitlines()]
     assert comparable(lines) == comparable(here.rounds)

@@ -61,6 +61,16 @@ def test_one_way_imports(path: Path) -> None:
         assert RANK[other] < RANK[package], f"{path.relative_to(PACKAGE)} imports {other}, which is not to its left"
 
 
+@pytest.mark.parametrize("package", sorted(PACKAGE.rglob("__init__.py")), ids=lambda p: p.parent.name)
+def test_no_name_hides_its_module(package: Path) -> None:
+    """Else `import fedfp8.fl.run as m` gives a function."""
+    inside = ".".join(["fedfp8", *package.relative_to(PACKAGE).parts[:-1]])
+    imports = [node for node in ast.parse(package.read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname or alias.name for node in imports if node.module != inside for alias in node.names}
+    hidden = names & {path.stem for path in package.parent.glob("*.py")}
+    assert hidden <= ({"quantize"} if package.parent.name == "fp8" else set()), hidden
+
+
 def test_the_order_is_the_documented_one() -> None:
     page = (PACKAGE.parent.parent / "docs" / "architecture.md").read_text()
     chain = next(line for line in page.splitlines() if line.strip().startswith("errors, machine"))
@@ -69,7 +79,7 @@ def test_the_order_is_the_documented_one() -> None:
 
 
 def test_the_checker_sees_every_way_to_import() -> None:
-    source = "import fedfp8.fl.run\nfrom fedfp8 import models as m\nfrom fedfp8.wire import encode\nfrom .. import nn\n"
+    source = "import fedfp8.fl\nfrom fedfp8 import models as m\nfrom fedfp8.wire import encode\nfrom .. import nn\n"
     assert imported_by(ast.parse(source), "fedfp8.data") == {"fl", "models", "wire"} | {"nn"}
     assert imported_by(ast.parse("def f():\n    from ..cli import main\n"), "fedfp8.data") == {"cli"}
 
@@ -133,7 +143,7 @@ def test_mypy_shows_real_signatures(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if "script.py" in line]
     assert len(lines) == 6, done.stdout + done.stderr
     run, prepare, config, rounds, error, typo = lines
-    assert "def (config: fedfp8.fl.config.Config, *, model: torch.nn" in run and "-> fedfp8.fl.run.History" in run
+    assert "def (config: fedfp8.fl.config.Config, *, model: torch.nn" in run and "-> fedfp8.fl.runs.History" in run
     assert "def (model: torch.nn.modules.module.Module, format: fedfp8.fp8.format.Format" in prepare
     assert '"fedfp8.fl.config.Config"' in config and '"list[dict[str, Any]]"' in rounds
     assert '"fedfp8.errors.RunError"' in error and 'has no attribute "quantise"' in typo

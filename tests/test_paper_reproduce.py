@@ -136,6 +136,6 @@ def test_time_left_is_corrected_by_what_rounds_really_take(tmp_path: Path) -> No
     first, second = planned(tmp_path, 10)
     clock = Clock({first: 1.0, second: 3.0})
     assert clock.total == clock.left == 40
-    for r in range(3):  # round 0 is only an evaluation and takes no part
-        clock.round(first, {"round": r, "seconds": {"total": 2.0}})
+    for r, seconds in enumerate([9.0, 60.0, 2.0]):  # round 0 only evaluates, round 1 starts the workers, too
+        clock.round(first, {"round": r, "seconds": {"total": seconds}})
     assert clock.left == 2 * (8 * 1.0 + 10 * 3.0)

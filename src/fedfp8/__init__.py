@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the table below once more, as type checkers and editors rea
     from fedfp8.fl import Task as Task
     from fedfp8.fl import preset as preset
     from fedfp8.fl import resume as resume
-    from fedfp8.fl.run import run as run
+    from fedfp8.fl.runs import run as run
     from fedfp8.fp8 import E3M4 as E3M4
     from fedfp8.fp8 import E4M3 as E4M3
     from fedfp8.fp8 import E5M2 as E5M2
@@ -64,7 +64,7 @@ __all__ = sorted(_HOME)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_MODULES})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
 
 
 if not TYPE_CHECKING:  # else a type checker would take any name for a public one

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fedfp8 import models
-from fedfp8.bench.timing import interleave, one_thread
+from fedfp8.bench.timing import interleave
 from fedfp8.fl import Config, preset
 from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.checkpoint import RunFolder
@@ -30,6 +30,7 @@ from fedfp8.fl.client import Assignment, Reply
 from fedfp8.fl.config import ServerConfig
 from fedfp8.fl.federation import Federation, from_tensors
 from fedfp8.fl.pool import Pool
+from fedfp8.fl.repeatable import one_thread
 from fedfp8.fl.server_opt import server_optimize
 from fedfp8.fl.simulate import Server, Workers, run_round
 from fedfp8.fl.wires import server_link

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fedfp8.bench.textbook import brevitas_quantizer, float8_round_trip, textbook_quantize
-from fedfp8.bench.timing import Timings, interleave, one_thread
+from fedfp8.bench.timing import Timings, interleave
+from fedfp8.fl.repeatable import one_thread
 from fedfp8.fp8 import E4M3, dither, fake_quantize, from_codes, quantize, to_codes, undither
 from fedfp8.fp8.grid import grid_for
 from fedfp8.rng import generator

@@ -8,15 +8,14 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedfp8.machine import cores, processor
 from fedfp8.text import markdown_table
 
-__all__ = ["Timings", "interleave", "machine", "one_thread", "table"]
+__all__ = ["Timings", "interleave", "machine", "table"]
 
 SHORTEST = 1e-3  # seconds; shorter calls are repeated inside a turn
 
@@ -77,18 +76,6 @@ def _time(call: Callable[[], object], repeats: int, clock: Callable[[], float]) 
 def _repeats(call: Callable[[], object], clock: Callable[[], float]) -> int:
     call()  # compiles
     return max(1, round(SHORTEST / max(_time(call, 3, clock), 1e-7)))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def machine() -> dict[str, str]:

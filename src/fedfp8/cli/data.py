@@ -32,8 +32,11 @@ def list_all(data_dir: DataDir = None) -> None:
     """All data sets, and where each was found."""
     from fedfp8.data import list_datasets
 
-    for item in list_datasets(data_dir):
+    items = list_datasets(data_dir)
+    for item in items:
         typer.echo(f"{item.name:<16} {item.about}\n{'':<16} {item.found or 'not found'}")
+    if not all(item.found for item in items):
+        typer.echo("To get one: fedfp8 data fetch NAME. For one you have: --data-dir DIR or FEDFP8_DATA=DIR.")
 
 
 def fetch(name: Name, data_dir: DataDir = None) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from fedfp8.paper.records import Metric, value_of
+from fedfp8.paper.records import Metric, metric_name, value_of
 from fedfp8.paper.tables import duration_text
 from fedfp8.text import size_text
 
@@ -90,8 +90,7 @@ class Display:
             sys.stdout.flush()
             return
         if (value := value_of(line)) is not None:
-            found = line.get("metric") or {}
-            name = str(found.get("name", "accuracy"))
+            name = metric_name(line)
             self._values[job.name] = f"{name} {Metric(name).text(value)}"
         for problem in [f"client {r['client']} rejected: {r['reason']}" for r in line["rejected"]] + line["notes"]:
             self.warn(f"{self.label(job)}, round {line['round']}: {problem}")
@@ -99,7 +98,7 @@ class Display:
 
     def _show(self, job: "Job", line: dict[str, Any]) -> None:
         last = line["round"] == job.rounds
-        left = f"{duration_text(self.clock.left)} left" if self.clock.expected else ""
+        left = f"{duration_text(self.clock.left)} left" if self.clock.timed else ""
         parts = [
             self.label(job),
             f"{'' if self.live else 'round '}{line['round']}/{job.rounds}",

@@ -17,7 +17,9 @@ from fedfp8.cli.run import (
     Rounds,
     Settings,
     Task,
+    about,
     configure,
+    outcome,
     single,
 )
 from fedfp8.errors import ConfigError
@@ -68,10 +70,14 @@ def run(
     config = configure(config_file, preset, *given, task=task, name=name)
     folder = out or Path("runs") / f"{config.name or config.preset}-{config.method}-seed{config.seed}-{engine}"
     flower = _flower("method.launch")
-    with single(config, folder) as (display, job):
+    from fedfp8.paper.records import read_run
+
+    done = read_run(folder).rounds if (folder / "config.toml").exists() and not overwrite else 0
+    with single(config, folder, done=done) as (display, job):
         options = {"engine": engine, "nodes": nodes, "timeout": timeout, "overwrite": overwrite}
+        display.say(about(config, folder, f"Flower's engine {engine}", done))
         flower.run(config, folder, on_round=display.on_round(job), **options)
-    typer.echo(f"records: {folder}", err=True)
+    display.say(outcome(read_run(folder).summary, folder))
 
 
 def write(

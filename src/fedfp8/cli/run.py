@@ -70,7 +70,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Everything random in the run follows from it.")] = None,
     workers: Workers = None,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/PRESET-METHOD-seedN.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-METHOD-seedN.")] = None,
     settings: Settings = None,
     eval_every: EvalEvery = None,
     no_lossless: NoLossless = False,
@@ -117,7 +117,7 @@ def compare(
     workers: Workers = None,
     data_dir: DataDir = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for all runs, table, plot and report; default runs/compare-PRESET.")
+        Path | None, typer.Option(help="Folder for all runs, table, plot and report; default runs/compare-NAME.")
     ] = None,
     settings: Settings = None,
     eval_every: EvalEvery = None,
@@ -258,7 +258,7 @@ def train(
     known, count = config or RunFolder(folder).config, cores() if workers is None else workers
     done = 0 if config else read_run(folder).rounds
     with single(known, folder, done=done, as_json=as_json) as (display, job):
-        display.say(about(known, folder, count, done))
+        display.say(about(known, folder, f"{count} workers" if count else "in this process", done))
         on_round = display.on_round(job)
         if tensorboard or (config is None and (folder / "tb").exists()):  # also a run that began with --tensorboard
             on_round = scalars(folder, on_round)
@@ -273,8 +273,8 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def about(config: Config, folder: Path, workers: int, done: int = 0) -> str:
-    """What is about to happen, in a sentence."""
+def about(config: Config, folder: Path, how: str, done: int = 0) -> str:
+    """What is about to happen, in a sentence. how: on what, such as "2 workers"."""
     from fedfp8.fl.config import cohort_size
 
     clients = config.clients
@@ -282,11 +282,11 @@ def about(config: Config, folder: Path, workers: int, done: int = 0) -> str:
         cohort = f"{100 * clients.fraction:g} % of the clients"
     else:
         cohort = f"{cohort_size(config, clients.count)} of {clients.count} clients"
+    run = f"{config.name or config.preset}, method {config.method}, seed {config.seed}"
+    if done >= config.round.count:
+        return f"{run}: all {done} rounds are done; go on past them with: fedfp8 resume {folder} --rounds N"
     rounds = f"rounds {done + 1} to {config.round.count}" if done else f"{config.round.count} rounds"
-    return (
-        f"{config.name or config.preset}, method {config.method}, seed {config.seed}: {rounds} with {cohort} each, "
-        f"{workers} workers; records in {folder}"
-    )
+    return f"{run}: {rounds} with {cohort} each, {how}; records in {folder}"
 
 
 def outcome(values: dict[str, Any], folder: Path) -> str:
@@ -309,15 +309,20 @@ def scalars(folder: Path, then: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError("--tensorboard needs the tensorboard package: pip install tensorboard") from None
+    from fedfp8.paper.records import metric_name, sent_value_of, value_of
+
     writer: Any = None
 
     def on_round(line: dict[str, Any]) -> None:
         nonlocal writer
         if writer is None:  # not before the folder is this run's
             writer = SummaryWriter(str(folder / "tb"), purge_step=line["round"])
-        for name in ("accuracy", "accuracy_sent", "loss", "train_loss", "bytes_down", "bytes_up", "bytes_total"):
-            if line.get(name) is not None:
-                writer.add_scalar(name, line[name], line["round"])
+        values = {key: line.get(key) for key in ("loss", "train_loss", "bytes_down", "bytes_up", "bytes_total")}
+        metric = metric_name(line)
+        values |= {metric: value_of(line), f"{metric}_sent": sent_value_of(line)}
+        for name, value in values.items():
+            if value is not None:
+                writer.add_scalar(name, value, line["round"])
         writer.flush()
         then(line)
 

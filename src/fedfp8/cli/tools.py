@@ -1,6 +1,7 @@
 """`fedfp8 inspect`, `models`, `presets`, `settings` and `bench`."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,11 +47,19 @@ def inspect(
         data = payload.read_bytes()
     except OSError as error:
         raise WireFormatError(f"{payload} cannot be read: {error.strerror}; give the path of a payload file") from None
+    layouts = layouts_of(layout) if layout else []
     try:
-        result = look(data, pick(layouts_of(layout), data) if layout else None)
+        result = look(data)
     except WireFormatError as error:
         raise WireFormatError(f"{payload} is not a whole fedfp8 message: {error}") from None
+    if layouts:
+        try:
+            result = look(data, pick(layouts, data))
+        except WireFormatError as error:
+            raise WireFormatError(f"{payload} is not a message of --layout {layout}: {error}") from None
     typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
+    if result.rows is None and not as_json:
+        typer.echo("(--layout RUN, the folder of the run it is from, or --layout MODEL, one of `fedfp8 models`)")
 
 
 def layouts_of(name: str) -> "list[Layout]":
@@ -96,7 +105,8 @@ def presets() -> None:
     from fedfp8.fl import PRESETS
 
     for name, values in PRESETS.items():
-        typer.echo(f"{name:26} " + "  ".join(f"{k}={v}" for k, v in values.items()))
+        text = "  ".join(f"{k}={v}" for k, v in values.items()) or "your own model and data: fedfp8 run --task"
+        typer.echo(f"{name:26} {text}")
 
 
 def settings(
@@ -115,8 +125,10 @@ def settings(
     if as_json:
         typer.echo(json.dumps([vars(setting) for setting in found], indent=2))
         return
+    console = Console()
     for setting in found:
-        typer.echo(f"{setting.key + ' = ' + json.dumps(setting.value):<34} {setting.meaning}")
+        line = f"{setting.key + ' = ' + json.dumps(setting.value):<34} {setting.meaning}"
+        typer.echo(textwrap.fill(line, console.width, subsequent_indent=" " * 35) if console.is_terminal else line)
 
 
 def bench(

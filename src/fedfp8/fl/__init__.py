@@ -4,7 +4,7 @@ from fedfp8.fl.config import METHODS, Config, from_dict, to_dict, with_method, w
 from fedfp8.fl.describe import to_toml
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.presets import PRESETS, preset
-from fedfp8.fl.run import History, resume, run
+from fedfp8.fl.runs import History, resume, run
 from fedfp8.fl.task import Metric, Task
 
 __all__ = [

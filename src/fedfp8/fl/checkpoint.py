@@ -41,7 +41,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RunError(f"{path} cannot be read as a config: {error}; give a TOML file as in a run folder") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path} cannot be read as a config: {reason}; give a TOML file as in a run folder") from None
 
 
 @dataclass

@@ -47,8 +47,8 @@ class ModelConfig:
 class ClientsConfig:
     """K clients of which a fraction C takes part in a round. A partition by group makes one client per group."""
 
-    count: int = 20  # K
-    fraction: float = 0.25  # C: the share of clients sampled in a round
+    count: int = 20  # how many there are (K in the paper)
+    fraction: float = 0.25  # share of them sampled in a round (C in the paper)
     min_examples: int = 2  # clients with fewer are never sampled
     formats: str = ""  # empty: all in qat.format; "E4M3:3,FP32:1": shares, spread by seed; "0=FP32,7=E5M2": by client
 
@@ -128,7 +128,7 @@ class LinkConfig:
 class ServerConfig:
     """ServerOptimize, algorithm 2 (UQ+)."""
 
-    optimize: bool = False  # off: the weighted mean of the updates
+    optimize: bool = False  # fit the next model to the clients' quantized ones (UQ+); false: their weighted mean
     weights_step: bool = True  # fit the weights by gradient descent
     alpha_step: bool = True  # choose each range among `points`
     steps: int = 5  # of gradient descent
@@ -145,10 +145,10 @@ class ServerConfig:
 class DqConfig:
     """Dithered quantization: a step is kappa times a root mean square, less for small layers and small cohorts."""
 
-    kappa_up: float = 8.0  # of the client's change, for cohorts of 7 and more
-    kappa_down: float = 0.8  # of the weights, for cohorts of 5 and more
-    fan_in: float = 228.0  # inputs of a layer from which on it gets the whole kappa; 0: one kappa for all tensors
-    strata: int = 16  # places in a cell for the clients of a round, at most; 1: the same random bits for all
+    kappa_up: float = 8.0  # the step up, in units of the rms of a client's change; finer with fewer than 7 clients
+    kappa_down: float = 0.8  # the step down, in units of the rms of the weights; finer with fewer than 5 clients
+    fan_in: float = 228.0  # a layer with fewer inputs than this gets finer steps; 0: the same for all layers
+    strata: int = 16  # places over which a round's clients spread their random bits, at most; 1: the same bits for all
     start: bool = True  # clients build the initial model themselves, and first models are coded given it
     preserve: bool = True  # the server adds changes to what it has, so downlink noise does not pile up
 

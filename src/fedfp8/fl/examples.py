@@ -154,7 +154,8 @@ def _source(who: str, data: Any) -> Source:
         return Stream(Loader(data), _count(who, data))
     if isinstance(data, STORED):
         return _part(who, data)
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    sequence = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | bytes)
+    if isinstance(data, Dataset) or sequence:
         return Items(data)
     if callable(data):
         return Stream(data, _count(who, data()))

@@ -50,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {"digits": DIGITS} | _paper_cells() | {"own
 def preset(name: str = "digits", method: str = "uq", **settings: Any) -> Config:
     """The config of a preset and a method; `settings` as in ``with_settings`` with ``__`` for the dot."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 3, 0.3)
+        near = difflib.get_close_matches(name, PRESETS, 1, 0.4)
         raise ConfigError(
             f"unknown preset {name!r}; {f'did you mean {near[0]}? ' if near else ''}known: {', '.join(PRESETS)}"
         )

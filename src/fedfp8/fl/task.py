@@ -258,7 +258,7 @@ def task_of(config: Config) -> Task:
     """The task that a config of preset "own" names."""
     if not config.task:
         raise ConfigError(
-            f"the preset {OWN!r} has no data of its own: give fedfp8.run or fedfp8.fl.resume model=, clients= and "
+            f"the preset {OWN!r} has no data of its own: give fedfp8.run or fedfp8.resume model=, clients= and "
             "test=, or the command line --task package.module:function"
         )
     task = load_task(config.task)

@@ -6,10 +6,10 @@ LocalGrid         a Grid in this process, to try and test apps on (`testing/`)
 client_app, server_app, run   what `fedfp8 run` does, on a Grid, to the same bytes (`method/`)
 """
 
-try:
+from fedfp8.errors import extra
+
+with extra("flower"):
     import flwr  # noqa: F401
-except ImportError as error:
-    raise ImportError('fedfp8.flower needs Flower, which is not installed: pip install "fedfp8[flower]"') from error
 
 from fedfp8.flower.method.app import client_app, server_app
 from fedfp8.flower.method.launch import run

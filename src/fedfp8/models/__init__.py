@@ -15,13 +15,9 @@ import torch
 from torch import nn
 
 from fedfp8.errors import ConfigError
-from fedfp8.models.digits import digits
-from fedfp8.models.kwt import kwt1
-from fedfp8.models.lenet import lenet
-from fedfp8.models.matchboxnet import matchboxnet
-from fedfp8.models.resnet import resnet18
+from fedfp8.models import digits, kwt, lenet, matchboxnet, resnet
 
-__all__ = ["MODELS", "Network", "build", "digits", "kwt1", "lenet", "matchboxnet", "resnet18", "table"]
+__all__ = ["MODELS", "Network", "build", "table"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +32,13 @@ class Network:
 
 
 MODELS = {
-    "digits": Network(digits, 10, (1, 8, 8), "-", "two convolutions for 8x8 grey images"),
-    "lenet": Network(lenet, 10, (3, 32, 32), "800K", "two 5x5 convolutions, three linear layers"),
+    "digits": Network(digits.digits, 10, (1, 8, 8), "-", "two convolutions for 8x8 grey images"),
+    "lenet": Network(lenet.lenet, 10, (3, 32, 32), "800K", "two 5x5 convolutions, three linear layers"),
     "resnet18": Network(
-        resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"
+        resnet.resnet18, 10, (3, 32, 32), "11M", "GroupNorm, 3x3 stem without max-pool (stem='imagenet': 7x7)"
     ),
-    "matchboxnet": Network(matchboxnet, 35, (64, 128), "350K", "MatchboxNet-3x1x64, GroupNorm, 64 MFCC"),
-    "kwt1": Network(kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"),
+    "matchboxnet": Network(matchboxnet.matchboxnet, 35, (64, 128), "350K", "MatchboxNet-3x1x64, GroupNorm, 64 MFCC"),
+    "kwt1": Network(kwt.kwt1, 35, (40, 98), "450K", "Keyword Transformer, 12 blocks of width 64, 40 MFCC x 98 frames"),
 }
 
 

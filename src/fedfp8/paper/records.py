@@ -117,6 +117,11 @@ class Gain:
     std: float | None = None  # between seeds, where `gain` is their mean
 
 
+def metric_name(line: Mapping[str, Any]) -> str:
+    """What the metric of a history line is called."""
+    return str((line.get("metric") or {}).get("name", "accuracy"))
+
+
 def value_of(line: Mapping[str, Any]) -> float | None:
     """The metric of a history line; None if the round was not evaluated."""
     found = line["metric"]["value"] if line.get("metric") else line.get("accuracy")

@@ -26,18 +26,22 @@ OnRound = Callable[[Job], Callable[[dict[str, Any]], None]]  # for a job, what i
 class Clock:
     """How much of a plan is done and how long the rest will take.
 
-    Starts from estimates; once rounds have been run, their real time corrects all of them by a common factor.
+    Starts from estimates; once rounds have been run, their real time corrects all of them by a common factor. The first
+    round starts the workers, too, so its time says nothing of the others.
     """
 
     per_round: Mapping[Job, float]
-    spent: float = 0.0  # real seconds of the rounds run now
-    expected: float = 0.0  # what they were estimated to take
+    spent: float = 0.0  # real seconds of the rounds run now, without the first
+    timed: float = 0.0  # what these were estimated to take
+    over: float = 0.0  # the same with the first
     reached: dict[Job, int] = field(default_factory=dict)
 
     def round(self, job: Job, line: Mapping[str, Any]) -> None:
         if line["round"] > self.reached.get(job, job.done):
-            self.spent += float(line["seconds"]["total"])
-            self.expected += self.per_round[job]
+            if self.reached:
+                self.spent += float(line["seconds"]["total"])
+                self.timed += self.per_round[job]
+            self.over += self.per_round[job]
             self.reached[job] = int(line["round"])
 
     @property
@@ -47,8 +51,8 @@ class Clock:
 
     @property
     def left(self) -> float:
-        factor = self.spent / self.expected if self.expected > 0 else 1.0
-        return factor * max(0.0, self.total - self.expected)
+        factor = self.spent / self.timed if self.timed > 0 else 1.0
+        return factor * max(0.0, self.total - self.over)
 
 
 def clock_for(jobs: Sequence[Job], workers: int) -> Clock:

@@ -22,7 +22,7 @@ from fedfp8.fl.config import Config, from_dict, to_dict, with_settings
 from fedfp8.fl.federation import build
 from fedfp8.fl.pool import Pool
 from fedfp8.fl.presets import preset
-from fedfp8.fl.run import History, OnRound, execute
+from fedfp8.fl.runs import History, OnRound, execute
 from fedfp8.fl.settings import parse_assignment
 from fedfp8.fl.wires import wire_for
 from fedfp8.flower.blob import record_of

@@ -19,7 +19,7 @@ from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.config import Config
 from fedfp8.fl.federation import build
-from fedfp8.fl.run import OnRound
+from fedfp8.fl.runs import OnRound
 from fedfp8.fl.task import complete
 from fedfp8.flower.environment import keep_quiet
 from fedfp8.flower.method.app import client_app, config_text, server_app

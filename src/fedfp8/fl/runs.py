@@ -113,6 +113,8 @@ def run(
     on_round: is called with the record of every round, as in history.jsonl, after it was saved.
     """
     refuse_in_worker()
+    if not isinstance(config, Config):
+        raise ConfigError(f'config is a {type(config).__name__}; give a Config, for example fedfp8.preset("own", "dq")')
     task = _task(model, clients, test, loss=loss, metric=metric, transform=transform, skip=skip, name=name)
     pool = pool_of(workers, device)
     config, federation = _federation(config if task or not name else replace(config, name=name), task)
@@ -158,7 +160,7 @@ def _same_federation(folder: RunFolder, task: Task | None) -> Federation:
     if task is None and not config.task:
         raise RunError(
             f"{folder.path} is a run on the caller's own model and data, which are not in the folder; resume it with "
-            "fedfp8.fl.resume(out, model=..., clients=..., test=..., and loss, metric, ... as it was begun)"
+            "fedfp8.resume(out, model=..., clients=..., test=..., and loss, metric, ... as it was begun)"
         )
     task = task or task_of(config)
     given, known = (type(task.model).__name__, len(task.clients)), (config.model.name, config.clients.count)
@@ -256,7 +258,7 @@ def _saved(folder: RunFolder, initial: State, link: ServerLink) -> Server | None
     if server is not None and server.state.layout != initial.layout:
         raise RunError(
             f"the checkpoint in {folder.path} is of another model than the one to continue with; a run on your own "
-            "data is resumed with fedfp8.fl.resume(out, model=..., clients=..., test=...)"
+            "data is resumed with fedfp8.resume(out, model=..., clients=..., test=...)"
         )
     return server
 
