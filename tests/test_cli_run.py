@@ -195,7 +195,7 @@ def test_run_from_a_config_file(fedfp8_command, tmp_path: Path) -> None:
         (["run", "x.toml", "--preset", "digits"], "choose one to start from"),
         (["resume", "nowhere"], "nowhere is not a run folder"),
         (["compare", "--methods", ","], "give lists such as"),
-        (["compare", "--seeds", "0,x"], "give lists such as"),
+        (["compare", "--seeds", "0,x"], "are not whole numbers"),
         (["compare", "--methods", "fp32,xq"], "method 'xq' is unknown"),
     ],
 )

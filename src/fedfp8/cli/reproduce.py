@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedfp8.cli.display import Display
-from fedfp8.cli.run import INTERRUPTED, resumable, split
+from fedfp8.cli.run import INTERRUPTED, resumable, seed_list, split
 from fedfp8.errors import ConfigError
 from fedfp8.machine import cores
 
@@ -75,7 +75,7 @@ def reproduce(
         only=split(",".join(only or [])),
         methods=split(methods or ""),
         rounds=rounds,
-        seeds=[number(s) for s in split(seeds)],
+        seeds=seed_list(seeds),
         data_dir=data_dir,
         settings=dict(parse_assignment(item) for item in settings or []),
     )
@@ -87,13 +87,6 @@ def reproduce(
         typer.echo(f"{table.text()}\n\n{table.notes[0]}")
     else:
         run_plan(experiment, jobs, out, count, device)
-
-
-def number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"seed {text!r} is not a whole number; give e.g. --seeds 0,1,2") from None
 
 
 def computed(experiment: str, out: Path, dry_run: bool) -> None:

@@ -133,8 +133,8 @@ def compare(
 
     fedfp8 compare --methods fp32,dq,dq:dq.kappa_up=16 --seeds 0,1,2
     """
-    names, numbers = split(methods), split(seeds)
-    if not names or not numbers or not all(s.isdecimal() for s in numbers):
+    names, numbers = split(methods), seed_list(seeds)
+    if not names or not numbers:
         raise ConfigError(
             f"--methods {methods!r} --seeds {seeds!r}; give lists such as --methods fp32,dq --seeds 0,1,2"
         )
@@ -143,7 +143,7 @@ def compare(
         for label in names:
             method, *own = label.split(":")
             chosen = [*(settings or []), *own]
-            options = (preset, method, rounds, int(seed), data_dir, chosen, eval_every, no_lossless, keep_payloads)
+            options = (preset, method, rounds, seed, data_dir, chosen, eval_every, no_lossless, keep_payloads)
             plan.append((configure(None, *options, task=task, name=name), label if own else ""))
     folder = out or Path("runs") / f"compare-{plan[0][0].name or plan[0][0].preset}"
     compare_all(plan, folder, workers, overwrite, as_json, device)
@@ -168,6 +168,14 @@ def demo(
     ]
     plan = [(with_settings(c, {"round.keep_payloads": c.round.count}), "") for c in configs]
     compare_all(plan, out, workers, True, as_json)
+
+
+def seed_list(text: str) -> list[int]:
+    """``"0,1,2"`` -> [0, 1, 2]"""
+    try:
+        return [int(item) for item in split(text)]
+    except ValueError:
+        raise ConfigError(f"--seeds {text!r} are not whole numbers; give e.g. --seeds 0,1,2") from None
 
 
 def split(text: str) -> list[str]:

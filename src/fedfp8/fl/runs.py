@@ -246,7 +246,8 @@ def _check_start(line: dict[str, Any]) -> None:
 def _check_first(record: Record) -> None:
     """If no client can train at all, the cause is the task and not a client."""
     if record.round == 1 and len(record.rejected) == len(record.clients):
-        reasons = "; ".join(f"client {r['client']}: {r['reason']}" for r in record.rejected[:3])
+        first = {r["reason"]: r["client"] for r in reversed(record.rejected)}  # a reason once, with its first client
+        reasons = "; ".join(f"client {client}: {reason}" for reason, client in list(reversed(first.items()))[:3])
         raise RunError(
             f"all {len(record.clients)} clients of the first round were rejected, so the run stops. {reasons}"
         )
