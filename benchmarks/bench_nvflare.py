@@ -1,15 +1,20 @@
 """Bytes and accuracy of one FLARE job (the quickstart's digits) as it is, with FLARE's own filters, and with fedfp8.
 
     python benchmarks/bench_nvflare.py [--rounds 10] [--only fedfp8]
+    python benchmarks/bench_nvflare.py --seeds 10          # how far accuracies spread; without the simulator, a minute
 
 Needs the extra `nvflare`, and bitsandbytes, which FLARE's filters import. All rows run FLARE's FedAvg recipe in its
 simulator: 2 sites, the same data, the same first model. Bytes are those of all arrays in the messages as they leave the
 server and as they reach it, headers not counted.
+
+With --seeds the same sites and rounds run in this process, over the links that the filters use, for many first models
+and orders of batches: one run says little of the accuracy.
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,7 +28,9 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from torch.nn.functional import cross_entropy
 
+import fedfp8
 from fedfp8.text import markdown_table
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "nvflare-quickstart"
@@ -111,11 +118,59 @@ def run(name: str, rounds: int, folder: Path) -> tuple[float, int, int]:
     return accuracy, down, up
 
 
+def accuracy_without_flare(wire: str, seed: int, rounds: int) -> float:
+    """Of the model after the last round: the job of the example, with wire "" as it is."""
+    sys.path.insert(0, str(EXAMPLE))
+    from model import Net, digits
+
+    torch.manual_seed(seed)
+    model, sites = Net(), {name: digits(number, 2) for number, name in enumerate(("site-1", "site-2"))}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    server = fedfp8.ServerLink(wire, seed=seed) if wire else None
+    links = {site: fedfp8.ClientLink() for site in sites}
+    for _ in range(rounds):
+        payloads = server.broadcast(state, clients=list(sites)) if server else {}
+        results = []
+        for site, (images, labels, _, _) in sites.items():
+            model.load_state_dict(links[site].receive(payloads[site]) if server else state)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for batch in (batch for _ in range(2) for batch in torch.randperm(len(labels)).split(32)):
+                if len(batch) > 1:
+                    optimizer.zero_grad()
+                    cross_entropy(model(images[batch]), labels[batch]).backward()
+                    optimizer.step()
+            trained = {name: value.clone() for name, value in model.state_dict().items()}
+            results.append(
+                (2 * len(labels) // 32, server.receive(site, links[site].reply(trained)) if server else trained)
+            )
+        total = sum(steps for steps, _ in results)
+        state = {name: sum(steps * result[name] for steps, result in results) / total for name in state}
+    model.load_state_dict(state)
+    *_, images, labels = digits(0, 1)
+    return (model.eval()(images).argmax(1) == labels).float().mean().item()
+
+
+def spread(seeds: int, rounds: int) -> str:
+    torch.set_num_threads(1)
+    rows = []
+    for name, wire in (("none", ""), ("fp8", "fp8"), ("dq", "dq")):
+        found = [100 * accuracy_without_flare(wire, seed, rounds) for seed in range(seeds)]
+        mean = f"{statistics.mean(found):.1f} ± {statistics.stdev(found):.1f} %"
+        rows.append([name, mean, f"{min(found):.1f} to {max(found):.1f} %"])
+    return markdown_table(["wire", f"accuracy, {seeds} runs", "from, to"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", default="", help="rows whose names match this pattern")
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="the spread of the accuracy over this many runs, at least 2"
+    )
     arguments = parser.parse_args()
+    if arguments.seeds:
+        print(spread(arguments.seeds, arguments.rounds))
+        return
     rows, plain = [], 0
     for name in ROWS:
         if re.search(arguments.only, name):

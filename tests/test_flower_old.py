@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("flwr")
 from flwr.client import NumPyClient
-from flwr.client.mod import adaptiveclipping_mod, fixedclipping_mod
+from flwr.client.mod import adaptiveclipping_mod, fixedclipping_mod, secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server import LegacyContext, ServerAppComponents, ServerConfig
 from flwr.server import strategy as old
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import ServerApp
 
 from fedfp8.errors import ConfigError
@@ -153,6 +154,121 @@ def test_privacy_keeps_its_bound(kind):
     for update in found["updates"]:
         norm = np.sqrt(sum(((u.astype(float) - w) ** 2).sum() for u, w in zip(update, weights(), strict=True)))
         assert 0.05 < norm <= 0.1 * (1 + 1e-6) + 2**-24 * size
+
+
+BAD = {
+    "fewer": (lambda arrays: (arrays[:2], 10), "others than those of most"),
+    "more": (lambda arrays: ([*arrays, arrays[0]], 10), "others than those of most"),
+    "no examples at all": (lambda arrays: (arrays, -30), "weight is -30"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("make", [old.FedAvg, old.FedMedian])
+def test_one_bad_client_does_not_end_the_run(name, make, caplog):
+    """Each of these ended the run in Flower's own averages: zip() of unequal lengths, a division by zero."""
+    change, reason = BAD[name]
+
+    class Client(NumPyClient):
+        def __init__(self, node):
+            self.node = node
+
+        def fit(self, parameters, config):
+            return *(change(parameters) if self.node == 101 else (parameters, 10)), {}
+
+        def evaluate(self, parameters, config):
+            return 1.0, (-30 if self.node == 101 else 10), {}
+
+    inner, found = watched(make)
+    app = ClientApp(client_fn=lambda context: Client(context.node_id).to_client(), mods=[fp8_mod])
+    strategy = FP8(inner, seed=1)
+    serve(strategy, app, rounds=2)
+    assert [len(found["updates"]), len(found["failures"])] == [6, 2]
+    assert all("node 101" in str(f) and reason in str(f) for f in found["failures"])
+    assert {one["client"] for phase in strategy.traffic for one in phase.rejected} == {101}
+    assert len(found["model"]) == len(SHAPES) and caplog.text.count("node 101 is rejected") == 4
+
+
+def test_a_client_without_examples_counts_nothing_unless_all_are_without():
+    def app(examples):
+        class Client(NumPyClient):
+            def __init__(self, node):
+                self.node = node
+
+            def fit(self, parameters, config):
+                return parameters, examples(self.node), {}
+
+            def evaluate(self, parameters, config):
+                return 1.0, examples(self.node), {}
+
+        return ClientApp(client_fn=lambda context: Client(context.node_id).to_client(), mods=[fp8_mod])
+
+    inner, found = watched(old.FedAvg)
+    serve(FP8(inner, seed=1), app(lambda node: 0 if node == 101 else 10), rounds=1)
+    assert len(found["updates"]) == 4 and not found["failures"]
+    inner, found = watched(old.FedAvg)
+    serve(FP8(inner, seed=1), app(lambda node: 0), rounds=1)  # Flower would divide by zero
+    assert len(found["failures"]) == 4 and found["model"] is None
+
+
+def workflow(strategy, grid, on, rounds=2):
+    """An app that runs Flower's DefaultWorkflow, which sends by its Grid and not by the clients' proxies."""
+
+    def main(given, context):
+        legacy = LegacyContext(context=context, config=ServerConfig(num_rounds=rounds), strategy=strategy)
+        DefaultWorkflow()(on(given), legacy)
+        found.append(legacy.history)
+
+    found = []
+    app = ServerApp()
+    app.main()(main)
+    grid.serve(app)
+    return found[0]
+
+
+def test_a_workflow_is_given_the_grid_that_codes(caplog):
+    inner, found = watched(old.FedAvg)
+    strategy, grid = FP8(inner, seed=1), LocalGrid(client_app(), 4)
+    history = workflow(strategy, grid, strategy.on)
+    assert [t.messages for t in strategy.traffic] == [4] * 4 and not any(t.resent for t in strategy.traffic)
+    assert sum(grid.bytes.values()) == sum(t.down + t.up for t in strategy.traffic)
+    assert sum(grid.bytes.values()) < sum(t.plain_down + t.plain_up for t in strategy.traffic) / 4
+    assert [size for _, size in history.metrics_distributed_fit["fedfp8-bytes-up"]] == [
+        t.up for t in strategy.traffic if t.phase == "train"
+    ]
+    assert "nothing was saved" not in caplog.text and found["model"] is not None
+
+
+def test_a_workflow_on_the_plain_grid_says_that_nothing_was_saved(caplog):
+    inner, found = watched(old.FedAvg)
+    strategy, grid = FP8(inner, seed=1), LocalGrid(client_app(), 4)
+    history = workflow(strategy, grid, lambda given: given)
+    assert caplog.text.count("workflow(strategy.on(grid), context)") == 2 and "instead of" not in caplog.text
+    assert found["model"] is not None and "fedfp8-bytes-up" not in history.metrics_distributed_fit
+
+
+def test_secure_aggregation_is_refused():
+    inner, _ = watched(old.FedAvg)
+    strategy, grid = FP8(inner, seed=1), LocalGrid(client_app(mods=(fp8_mod, secaggplus_mod)), 4)
+    with pytest.raises(ConfigError, match="secure aggregation"):
+        run = DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2))
+        app = ServerApp()
+        app.main()(
+            lambda given, context: run(
+                strategy.on(given),
+                LegacyContext(context=context, config=ServerConfig(num_rounds=1), strategy=strategy),
+            )
+        )
+        grid.serve(app)
+
+
+def test_the_last_line_counts_the_last_evaluation(caplog):
+    caplog.set_level("INFO")
+    inner, _ = watched(old.FedAvg)
+    strategy = FP8(inner, seed=1)
+    serve(strategy, rounds=2)
+    lines = [one.getMessage() for one in caplog.records if "so far" in one.getMessage()]
+    assert lines[-1] == f"fedfp8: so far {strategy.traffic}" and len(set(lines)) == len(lines) == 4
 
 
 def test_start_is_refused_with_what_to_do():

@@ -381,6 +381,10 @@ BAD = {
     "other arrays": (changed(lambda r: RecordDict(r | {"arrays": plain(new=[1])})), "others than those of most"),
     "no metrics": (changed(lambda r: RecordDict({"arrays": r["arrays"]})), "others than those of most"),
     "weight": (changed(lambda r: RecordDict(r | {"metrics": MetricRecord({"num-examples": np.nan})})), "weight"),
+    "a list for a number": (
+        changed(lambda r: RecordDict(r | {"metrics": MetricRecord({"num-examples": 10, "loss": [1.0, 2.0]})})),
+        "others than those of most",
+    ),
     "object": (changed(lambda r: RecordDict(r | {"arrays": ArrayRecord({"3.weight": strange()})})), "cannot be read"),
     "lost for ever": (changed(lambda r: RecordDict({LOST: ConfigRecord({"lost": True})})), "same again"),
     "many blobs": (changed(lambda r: RecordDict(r | many(r["arrays"]))), "answered already"),
@@ -412,6 +416,33 @@ def test_bad_client_is_rejected_by_name(name, caplog):
     assert len(errors) == 2
     assert all(re.search(rf"node 102.*{reason}", text) for text in errors)
     assert np.isfinite(vector(result.arrays)).all() and not np.array_equal(vector(result.arrays), vector(initial()))
+
+
+@pytest.mark.parametrize("metrics", [{"num-examples": -30, "total": 1.0}, {"num-examples": 10, "total": [1.0, 2.0]}])
+def test_a_bad_evaluation_costs_its_sender_only(metrics):
+    """Flower would divide by zero, or add a list to a number, and end the run."""
+
+    def attack(message, context, call_next):
+        reply = call_next(message, context)
+        if context.node_id == 102 and message.metadata.message_type == "evaluate":
+            reply.content["m"] = MetricRecord(metrics)
+        return reply
+
+    strategy = FP8(FedAvg(), seed=0)
+    result, _, _ = start(strategy, make_app(mods=(attack, fp8_mod)), rounds=2)
+    assert np.isfinite([m["total"] for m in result.evaluate_metrics_clientapp.values()]).all()
+    assert [[one["client"] for one in phase.rejected] for phase in strategy.traffic] == [[], [102], [], [102]]
+
+
+def test_weights_of_zero_alone_keep_the_model():
+    def weightless(reply, context):
+        reply["metrics"]["num-examples"] = 0
+        return reply
+
+    strategy = FP8(FedAvg(), seed=0)
+    result, _, _ = start(strategy, make_app(answer=weightless), rounds=1)  # Flower would divide by zero
+    assert not result.arrays and len(strategy.traffic[0].rejected) == 4
+    assert "there is no mean" in strategy.traffic[0].rejected[0]["reason"]
 
 
 def test_a_client_without_the_mod_is_told_what_to_do(caplog):
@@ -548,6 +579,41 @@ def test_custom_strategies_keep_their_behaviour():
     assert grid.bytes["up"] < 2 * 4 * 2_000
     with pytest.raises(AttributeError, match="nonsense"):
         strategy.nonsense  # noqa: B018
+
+
+def test_what_an_app_sets_on_its_strategy_the_strategy_sees():
+    class Saving(FedAvg):
+        folder = None
+
+        def aggregate_train(self, server_round, replies):
+            seen.append((self.folder, self.best))
+            return super().aggregate_train(server_round, replies)
+
+    seen, inner = [], Saving()
+    strategy = FP8(inner, seed=0)
+    strategy.folder, strategy.best = "runs", 0.5
+    strategy.configure_evaluate = lambda *_, **__: []
+    strategy.seed = 3  # ours
+    start(strategy, rounds=1)
+    assert seen == [("runs", 0.5)] and strategy.best == 0.5 and strategy.seed == 3 and not hasattr(inner, "seed")
+    assert [phase.phase for phase in strategy.traffic] == ["train"]
+
+
+def test_a_question_before_training_belongs_to_the_first_round():
+    class Asking(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            if server_round == 1:
+                list(grid.send_and_receive([Message(RecordDict(), n, "query") for n in grid.get_node_ids()]))
+            return super().configure_train(server_round, arrays, config, grid)
+
+    app = make_app()
+    app.query()(lambda message, context: Message(RecordDict(), reply_to=message))
+    strategy = FP8(Asking(fraction_evaluate=0.0), seed=0)
+    result, _, _ = start(strategy, app, rounds=2)
+    assert [phase.phase for phase in strategy.traffic] == ["query", "train", "train"]
+    assert list(result.train_metrics_clientapp) == [1, 2]
+    up = [metrics["fedfp8-bytes-up"] for metrics in result.train_metrics_clientapp.values()]
+    assert up == [strategy.traffic[1].up, strategy.traffic[2].up]
 
 
 def test_strategies_in_loops_of_their_own():

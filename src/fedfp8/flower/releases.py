@@ -1,4 +1,4 @@
-"""What has moved between the releases of Flower that we serve (1.22 to 1.42)."""
+"""What has moved between the releases of Flower that we serve (1.28 to 1.42)."""
 
 import logging
 

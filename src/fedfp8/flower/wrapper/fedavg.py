@@ -40,11 +40,12 @@ class FP8FedAvg(FP8):
             raise ConfigError(f"method {method!r}; FP8FedAvg knows {', '.join(WIRE_OF)}; for dq use FP8(strategy)")
         ours = {name: arguments.pop(name) for name in OURS if name in arguments}
         inner = _Optimized(**arguments) if method == "uq+" else FedAvg(**arguments)
-        super().__init__(inner, WIRE_OF[method], preserve=False, **ours)
         self.name, self.server = method, server or ServerConfig(optimize=True)
         self.gains: list[dict[str, float]] = []  # what ServerOptimize gained, round by round
+        self.needs_states = isinstance(inner, _Optimized)
+        super().__init__(inner, WIRE_OF[method], preserve=False, **ours)
         if isinstance(inner, _Optimized):
-            inner.wrapper, self.needs_states = self, True
+            inner.wrapper = self
 
     @property
     def method(self) -> str:

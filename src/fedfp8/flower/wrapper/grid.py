@@ -18,7 +18,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedfp8.errors import Fedfp8Error, WireFormatError
+from fedfp8.errors import ConfigError, Fedfp8Error, WireFormatError
 from fedfp8.flower.blob import STYPE, array_of, numpy_view, record_of, short, split
 from fedfp8.flower.releases import log
 from fedfp8.flower.wrapper.inner import Inner
@@ -37,6 +37,11 @@ HINT = (
     "ClientApp(mods=[fp8_mod, ...])"
 )
 UNDECODED = (STYPE, "pickled (object) data")  # what Flower's or numpy's errors say of our bytes
+SECAGG = "secaggplus_configs"  # the record that Flower's SecAgg+ puts into its messages
+NO_SECAGG = (
+    "secure aggregation adds masked integers, which cannot be coded; run the workflow on the plain Grid, without FP8 "
+    "(docs/flower.md says why)"
+)
 Models = Mapping[str, ArrayRecord]
 
 
@@ -212,6 +217,8 @@ class FP8Grid(Grid):
             sent.link, sent.round = link, round
 
     def _enter(self, messages: list[Message], *, apart: bool = False) -> list[Open]:
+        if any(SECAGG in message.content.config_records for message in messages):
+            raise ConfigError(NO_SECAGG)
         with self._lock:
             if any(not self._announced[message.metadata.dst_node_id] for message in messages):
                 phase = messages[0].metadata.message_type.partition(".")[0]
@@ -269,17 +276,18 @@ class FP8Grid(Grid):
         answer.metadata.__dict__["_reply_to_message_id"] = entry.id
         with self._lock:
             self.open.remove(entry)
-            if not any(other.phase is entry.phase for other in self.open):
+            if not any(other.phase is entry.phase for other in self.open) and not any(self._announced.values()):
                 log(INFO, "fedfp8: %s", entry.phase)
         return answer
 
     def _consistent(self, replies: list[Message], entries: list[Open]) -> list[Message]:
         train = bool(entries) and entries[0].phase.phase == "train"
-        odd = self.inner.odd_ones(replies, train)
+        odd = {id(reply): reason for reply, reason in self.inner.odd_ones(replies, train)}
         by_id = {entry.id: entry for entry in entries}
-        reason = WireFormatError("its records, arrays or metrics are others than those of most replies")
         return [
-            _rejection(by_id[reply.metadata.reply_to_message_id], reason) if any(reply is one for one in odd) else reply
+            _rejection(by_id[reply.metadata.reply_to_message_id], WireFormatError(odd[id(reply)]))
+            if id(reply) in odd
+            else reply
             for reply in replies
         ]
 
@@ -294,6 +302,7 @@ class FP8Grid(Grid):
             return Message(Error(code=reply.error.code, reason=reason), reply_to=entry.message)
         try:
             reply.content = self._decoded(reply.content, entry)
+            self.inner.check_weight(reply)
             if entry.phase.phase == "train":
                 self.inner.check(reply, {sent.key: sent.views for sent in entry.models.values()})
         except Exception as error:  # whatever it is: the sender's fault costs the sender's update, never the run

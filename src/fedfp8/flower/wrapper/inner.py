@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,8 @@ __all__ = ["Inner", "is_old"]
 # out elsewhere stays. A finer step costs them some bytes and gives them back their accuracy.
 NORM_BASED = {"FedOpt", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan", "QFedAvg"}
 CLIPPED_BY_CLIENTS = {"DifferentialPrivacyClientSideFixedClipping", "DifferentialPrivacyClientSideAdaptiveClipping"}
+UNLIKE = "its records, arrays or metrics are others than those of most replies"
+NO_MEAN = "the weights of all replies together are 0 or infinite: there is no mean"
 NEEDED = ("configure_train", "aggregate_train", "start")
 
 
@@ -64,19 +66,20 @@ class Inner:
 
     # Replies
 
+    def check_weight(self, reply: Message) -> None:
+        """Refuse a reply whose weight would spoil the mean."""
+        weight = self.weight(reply)
+        if isinstance(weight, list) or not (math.isfinite(weight) and weight >= 0):
+            raise WireFormatError(f"its weight is {short(weight)}; a number of at least 0 is needed")
+
     def check(self, reply: Message, models: dict[str, dict[str, Any]]) -> None:
-        """Refuse a decoded reply to a train message that would harm the others; clip it where clients should have.
+        """Refuse a decoded update that would harm the others; clip it where clients should have.
 
         models: what was sent, by record and name.
         """
         content = reply.content
         if models and "FedAvg" in _flower_names(self.last) and not any(map(len, content.array_records.values())):
             raise WireFormatError("a model was asked for and the reply holds none")
-        key = getattr(self.last, "weighted_by_key", None)
-        for record in content.metric_records.values():
-            weight = record.get(key, 1) if key is not None else 1
-            if isinstance(weight, list) or not (math.isfinite(weight) and weight >= 0):
-                raise WireFormatError(f"its weight {key!r} is {short(weight)}; a number of at least 0 is needed")
         if self.bound is not None:
             for name, record in list(content.array_records.items()):
                 model = next((m for m in models.values() if list(m) == list(record)), None)
@@ -86,28 +89,61 @@ class Inner:
                     )
                 content[name] = _clipped(record, model, self.bound)
 
-    def odd_ones(self, replies: list[Message], train: bool) -> list[Message]:
-        """Replies unlike most: where Flower's own code aggregates, one of them would end the run."""
+    def weight(self, reply: Message) -> Any:
+        """What a client says its result weighs in the mean; 1 where it says nothing."""
+        key = "num_examples" if is_old(self.last) else getattr(self.last, "weighted_by_key", None)
+        return next((record[key] for record in reply.content.metric_records.values() if key in record), 1)
+
+    def odd_ones(self, replies: list[Message], train: bool) -> list[tuple[Message, str]]:
+        """Replies that would end the run, and why. Old-style servers ask one by one, and OldFP8 looks at them all."""
+        found = [] if is_old(self.last) else [reply for reply in replies if reply.has_content()]
+        return self.odd([(reply, _shape(reply, train), self.weight(reply)) for reply in found])
+
+    def odd(self, results: list[tuple[Any, Any, float]]) -> list[tuple[Any, str]]:
+        """Of (result, shape, weight) those that would end the run where Flower's own code aggregates, and why."""
         if not _aggregated_by_flower(self.last):
             return []
-        shapes = [(reply, _shape(reply, train)) for reply in replies if reply.has_content()]
-        counts = Counter(shape for _, shape in shapes)
+        counts = Counter(shape for _, shape, _ in results)
         usual = max(counts, key=lambda shape: (counts[shape], len(str(shape))), default=None)
-        return [reply for reply, shape in shapes if shape != usual]
+        weights = sum(weight for _, shape, weight in results if shape == usual)
+        mean = 0 < weights < math.inf
+        reasons = [(one, UNLIKE if shape != usual else "" if mean else NO_MEAN) for one, shape, _ in results]
+        return [(one, reason) for one, reason in reasons if reason]
 
 
 def _aggregated_by_flower(strategy: Any) -> bool:
     """Whether Flower's own code aggregates, be it that the strategy's calls it."""
-    aggregate = getattr(type(strategy), "aggregate_train", None)
+    name = "aggregate_fit" if is_old(strategy) else "aggregate_train"
+    aggregate = getattr(type(strategy), name, None)
     if aggregate is None or aggregate.__module__.startswith("flwr."):
         return aggregate is not None
-    return "FedAvg" in _flower_names(strategy) and {"super", "aggregate_train"} <= set(aggregate.__code__.co_names)
+    return "FedAvg" in _flower_names(strategy) and {"super", name} <= set(aggregate.__code__.co_names)
 
 
 def _shape(reply: Message, train: bool) -> tuple[Any, ...]:
     """What Flower's strategies want to be the same in all replies."""
-    records = [*reply.content.metric_records.items(), *(reply.content.array_records.items() if train else ())]
-    return tuple((key, tuple(sorted(record))) for key, record in records)
+    metrics = reply.content.metric_records.items()
+    arrays = reply.content.array_records.items() if train else ()
+    lengths = (
+        (key, tuple(sorted((name, _length(value)) for name, value in record.items()))) for key, record in metrics
+    )
+    return (*lengths, *((key, tuple(shapes(record))) for key, record in arrays))
+
+
+def shapes(arrays: Mapping[str, Array]) -> list[tuple[str, tuple[int, ...] | None]]:
+    """Names, and the shapes of arrays that can be averaged; trees and the like (bytes) have any length."""
+    found: list[tuple[str, tuple[int, ...] | None]] = []
+    for name, array in sorted(arrays.items()):
+        try:
+            values = numpy_view(name, array)
+            found.append((name, values.shape if values.dtype.kind == "f" else None))
+        except WireFormatError:
+            found.append((name, None))
+    return found
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else -1
 
 
 def _clipped(record: ArrayRecord, model: dict[str, Any], bound: float) -> ArrayRecord:

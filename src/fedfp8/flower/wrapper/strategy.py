@@ -75,7 +75,7 @@ class FP8(Strategy):
         out: "str | Path | None" = None,
         **settings: Any,
     ) -> None:
-        self.strategy, self.inner = strategy, Inner(strategy)
+        self.inner = Inner(strategy)
         if kappa_up is None and self.inner.wants_fine_steps and isinstance(wire, str):
             kappa_up = FINE
         chosen = {"kappa_up": kappa_up, "kappa_down": kappa_down, "format_down": format, "format_up": format}
@@ -89,9 +89,12 @@ class FP8(Strategy):
         self.traffic = Traffic()
         self.out = None if out is None else Path(out)
         self._grid: FP8Grid | None = None
+        self.strategy = strategy  # last: from here on new attributes are the inner strategy's
 
     def on(self, grid: Grid) -> FP8Grid:
         """The Grid that codes, in front of `grid`; for loops of your own."""
+        if isinstance(grid, FP8Grid):  # it is one already
+            return grid
         if self._grid is None or self._grid.grid is not grid:
             self._grid = FP8Grid(grid, self._link, self.inner, self.traffic, self.coded)
             self._grid.keeps_states = self.needs_states
@@ -170,3 +173,8 @@ class FP8(Strategy):
         if "strategy" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.strategy, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What an app sets on its strategy is for the inner one; ours is what __init__ set."""
+        ours = name in self.__dict__ or "strategy" not in self.__dict__
+        super().__setattr__(name, value) if ours else setattr(self.strategy, name, value)

@@ -40,10 +40,10 @@ class Traffic(list[Phase]):
 
     def metrics(self, since: int = 0) -> dict[int, dict[str, int]]:
         """round -> what Flower's results are told, from phase number `since` on; rounds count from 1 there."""
-        first = self[since].round if len(self) > since else 1
+        before = sum(one.phase == "train" for one in self[:since])
         found: dict[int, dict[str, int]] = {}
         for one in self[since:]:
-            sums = found.setdefault(one.round - first + 1, {})
+            sums = found.setdefault(max(one.round - before, 1), {})  # what precedes training belongs to the first round
             for way in ("down", "up"):
                 sums[f"fedfp8-bytes-{way}"] = sums.get(f"fedfp8-bytes-{way}", 0) + getattr(one, way)
                 sums[f"plain-bytes-{way}"] = sums.get(f"plain-bytes-{way}", 0) + getattr(one, f"plain_{way}")
