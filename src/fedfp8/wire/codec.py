@@ -11,11 +11,13 @@ Which of the message's references it is stands in the mode too, from bit INDEX o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
+from fedfp8.fp8.parallel import Keys, dither_keys, random_keys
 from fedfp8.model.layout import TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, tensor_seed
@@ -56,8 +58,10 @@ class Reference:
     values: np.ndarray
     rms: float  # for dithered tensors, else 0
 
-    def piece(self, start: int, stop: int) -> np.ndarray:
-        return self.values[start:stop]
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """For kernels, as those of a mix."""
+        return self.values, self.values, self.values, 1.0, 0.0, 0.0, 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Plan:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def keys(self) -> Keys:
+        """Of the random bits."""
+        return dither_keys(self.seed, self.place, self.strata) if self.dithered else random_keys(self.seed)
 
     @property
     def format(self) -> Format | None:

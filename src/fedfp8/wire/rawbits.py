@@ -7,6 +7,7 @@ then each integer is stored as zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...)
 import numpy as np
 
 from fedfp8.errors import WireFormatError
+from fedfp8.wire.kernels import extremes
 
 __all__ = ["pack", "pack_signed", "packed_size", "signed_size", "unpack", "unpack_signed"]
 
@@ -52,7 +53,7 @@ def signed_size(k: np.ndarray) -> int:
 
 
 def _signed_bits(k: np.ndarray) -> int:
-    low, high = int(k.min(initial=0)), int(k.max(initial=0))
+    low, high = extremes(k)
     return max(2 * high, -2 * low - 1).bit_length()
 
 
