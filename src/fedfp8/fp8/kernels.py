@@ -261,6 +261,13 @@ def largest_bits(x):
 
 
 @kernel
+def add_weighted(total, x, weight):
+    """total += weight * x in float64."""
+    for i in range(x.size):
+        total[i] += weight * np.float64(x[i])
+
+
+@kernel
 def narrow(k, out):
     """int32 to the narrower integers of `out`; False if they do not fit."""
     bad = np.int32(0)
