@@ -6,24 +6,17 @@ the functions for one tensor, bit for bit. Large tensors gain nothing here and h
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
 
-from fedfp8.fp8 import kernels
 from fedfp8.fp8.parallel import Keys
 from fedfp8.fp8.quantize import DITHER_LIMIT
 
 __all__ = ["batches", "dither_many", "largest_many", "rms_many", "undither_many"]
 
 BATCH = 1 << 17  # elements that are handled together, at most; a larger tensor is a batch of its own
-CHUNK = kernels.CHUNK
-
-kernel = njit(nogil=True, cache=True, error_model="numpy")
 T = TypeVar("T")
 
 
@@ -41,33 +34,42 @@ def batches(items: Sequence[T], size: Callable[[T], int]) -> Iterator[Sequence[T
 
 def dither_many(tensors: Sequence[torch.Tensor], steps: Sequence[float], keys: Sequence[Keys]) -> list[torch.Tensor]:
     """`dither` of each, flat; none at all if one cannot be: `dither` says which and why."""
+    from fedfp8.fp8 import kernels
+
     found = _flat_like(tensors, torch.int32)
     per_step = np.array([1.0 / step for step in steps]).astype(np.float32)
     given = _addresses(tensors), _addresses(found), _sizes(tensors), per_step, np.array(keys)
-    return [] if _dither(*given, np.float32(DITHER_LIMIT)) else found
+    return [] if kernels.dither_many(*given, np.float32(DITHER_LIMIT)) else found
 
 
 def undither_many(codes: Sequence[torch.Tensor], steps: Sequence[float], keys: Sequence[Keys]) -> list[torch.Tensor]:
     """`undither` of each, flat."""
+    from fedfp8.fp8 import kernels
+
     found = _flat_like(codes, torch.float32)
-    _undither(_addresses(codes), _addresses(found), _sizes(codes), np.array(steps, np.float32), np.array(keys))
+    given = _addresses(codes), _addresses(found), _sizes(codes), np.array(steps, np.float32), np.array(keys)
+    kernels.undither_many(*given)
     return found
 
 
 def rms_many(tensors: Sequence[torch.Tensor]) -> list[float]:
     """`rms` of each."""
+    from fedfp8.fp8 import kernels
+
     sizes = _sizes(tensors)
-    ends = np.cumsum(np.maximum(-(-sizes // CHUNK), 1))
+    ends = np.cumsum(np.maximum(-(-sizes // kernels.CHUNK), 1))
     partial = np.zeros(int(ends[-1]))
-    _sums_of_squares(_addresses(tensors), sizes, ends, partial)
+    kernels.sum_of_squares_many(_addresses(tensors), sizes, ends, partial)
     sums = np.split(partial, ends[:-1]) if len(partial) > len(sizes) else partial[:, None]
     return [math.sqrt(math.fsum(one) / max(size, 1)) for one, size in zip(sums, sizes.tolist(), strict=True)]
 
 
 def largest_many(tensors: Sequence[torch.Tensor]) -> list[float]:
     """`largest` of each."""
+    from fedfp8.fp8 import kernels
+
     top = np.zeros(len(tensors), np.uint32)
-    _largest_bits(_addresses(tensors), _sizes(tensors), top)
+    kernels.largest_bits_many(_addresses(tensors), _sizes(tensors), top)
     return top.view(np.float32).tolist()
 
 
@@ -81,44 +83,3 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> np.ndarray:
 
 def _flat_like(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.empty(tensor.numel(), dtype=dtype) for tensor in tensors]
-
-
-@intrinsic
-def pointer(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen
-
-
-@kernel
-def _dither(sources, targets, sizes, per_step, keys, limit):
-    bad = False
-    for i in range(sizes.size):
-        x = carray(pointer(sources[i]), sizes[i], np.float32)
-        out = carray(pointer(targets[i]), sizes[i], np.int32)
-        bad |= kernels.dither(x, out, per_step[i], limit, keys[i, 0], keys[i, 1], keys[i, 2])
-    return bad
-
-
-@kernel
-def _undither(sources, targets, sizes, steps, keys):
-    for i in range(sizes.size):
-        k = carray(pointer(sources[i]), sizes[i], np.int32)
-        out = carray(pointer(targets[i]), sizes[i], np.float32)
-        kernels.undither(k, out, steps[i], keys[i, 0], keys[i, 1], keys[i, 2])
-
-
-@kernel
-def _sums_of_squares(sources, sizes, ends, partial):
-    """partial: of every tensor one number a CHUNK, up to its end."""
-    start = 0
-    for i in range(sizes.size):
-        kernels.sum_of_squares(carray(pointer(sources[i]), sizes[i], np.float32), partial[start : ends[i]])
-        start = ends[i]
-
-
-@kernel
-def _largest_bits(sources, sizes, out):
-    for i in range(sizes.size):
-        out[i] = kernels.largest_bits(carray(pointer(sources[i]), sizes[i], np.uint32))

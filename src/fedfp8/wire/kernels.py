@@ -238,7 +238,7 @@ def extremes(k):
     """(smallest, largest) of some integers and 0."""
     low, high = I32(0), I32(0)
     for i in range(k.size):
-        low, high = min(low, k[i]), max(high, k[i])
+        low, high = I32(min(low, k[i])), I32(max(high, k[i]))  # without a widening, for the lanes
     return low, high
 
 

@@ -72,6 +72,7 @@ class Predictor:
         if self.dithered is not None:
             bad = kernels.predict_uniform(ref, start, pred, ctx, *self.dithered)
         else:
+            assert self.float8 is not None
             bad = kernels.predict_float(ref, start, pred, ctx, *self.float8)
         if bad:
             raise WireFormatError(NOT_FINITE)
@@ -86,10 +87,9 @@ class Predictor:
         return out
 
 
-def has_ranks(plan: "Plan", codes: np.ndarray) -> bool:
+def has_ranks(plan: "Plan", codes: np.ndarray, low: int, high: int) -> bool:
     """False for what no quantizer makes: the code of -0, which has no rank of its own, or integers beyond LARGEST."""
     if plan.dithered:
-        low, high = kernels.extremes(codes)
         return -LARGEST <= low and high <= LARGEST
     return not bool((codes == 1 << plan.bits - 1).any())
 
