@@ -3,6 +3,8 @@
 import torch
 
 from fedfp8.errors import RunError
+from fedfp8.fp8.kernels import add_weighted
+from fedfp8.fp8.parallel import run
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import State
 
@@ -41,7 +43,7 @@ class WeightedMean:
                 self.range_high[spec.name] = max(value, self.range_high.get(spec.name, value))
             if spec.name not in self._sums:
                 self._sums[spec.name] = torch.zeros(spec.shape, dtype=torch.float64)
-            self._sums[spec.name].add_(tensor, alpha=weight)
+            run(add_weighted, (self._sums[spec.name].view(-1).numpy(), tensor.view(-1).numpy()), (float(weight),))
         self.weight += weight
         self.count += 1
 

@@ -155,3 +155,13 @@ def value_of_wide(typingctx: Any, code: Any, shift: Any, offset: Any, lowest: An
 
     u32, f32 = types.uint32, types.float32
     return f32(types.uint8, u32, u32, f32, u32), codegen
+
+
+@intrinsic
+def pointer(typingctx: Any, address: Any) -> Any:
+    """To the memory at an address, which whoever calls the kernel must hold."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], I8.as_pointer())
+
+    return types.voidptr(types.int64), codegen

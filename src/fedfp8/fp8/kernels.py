@@ -19,7 +19,7 @@ dither has u = 1/2 + floor(h / 2**9) / 2**23, after place / strata of 2**32 and 
 """
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from fedfp8.fp8.intrinsics import (
     binade,
@@ -27,6 +27,7 @@ from fedfp8.fp8.intrinsics import (
     code_of,
     half_minus_uniform,
     plus,
+    pointer,
     poison,
     snap,
     uniform,
@@ -262,6 +263,13 @@ def largest_bits(x):
 
 
 @kernel
+def add_weighted(total, x, weight):
+    """total += weight * x in float64."""
+    for i in range(x.size):
+        total[i] += weight * np.float64(x[i])
+
+
+@kernel
 def narrow(k, out):
     """int32 to the narrower integers of `out`; False if they do not fit."""
     bad = np.int32(0)
@@ -269,3 +277,39 @@ def narrow(k, out):
         out[i] = k[i]
         bad |= k[i] ^ np.int32(out[i])
     return bad == 0
+
+
+# Many tensors in one call (`many.py`), by their addresses. keys: two of the hash and the turn, of each.
+
+
+@kernel
+def dither_many(sources, targets, sizes, per_step, keys, limit):
+    bad = False
+    for i in range(sizes.size):
+        x = carray(pointer(sources[i]), sizes[i], np.float32)
+        out = carray(pointer(targets[i]), sizes[i], np.int32)
+        bad |= dither(x, out, per_step[i], limit, keys[i, 0], keys[i, 1], keys[i, 2])
+    return bad
+
+
+@kernel
+def undither_many(sources, targets, sizes, steps, keys):
+    for i in range(sizes.size):
+        k = carray(pointer(sources[i]), sizes[i], np.int32)
+        out = carray(pointer(targets[i]), sizes[i], np.float32)
+        undither(k, out, steps[i], keys[i, 0], keys[i, 1], keys[i, 2])
+
+
+@kernel
+def sum_of_squares_many(sources, sizes, ends, partial):
+    """partial: of every tensor one number a CHUNK, up to its end."""
+    start = 0
+    for i in range(sizes.size):
+        sum_of_squares(carray(pointer(sources[i]), sizes[i], np.float32), partial[start : ends[i]])
+        start = ends[i]
+
+
+@kernel
+def largest_bits_many(sources, sizes, out):
+    for i in range(sizes.size):
+        out[i] = largest_bits(carray(pointer(sources[i]), sizes[i], np.uint32))

@@ -9,11 +9,15 @@ A new one is an object here, a recipe in `fl/config.py` and, if its codes are of
 docs/guides/new-method.md walks through it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fedfp8.fp8 import dither, from_codes, to_codes, undither
+from fedfp8.fp8.many import dither_many, undither_many
+from fedfp8.fp8.parallel import dither_keys
+from fedfp8.fp8.strides import has_kernel
 from fedfp8.model.layout import TensorSpec
 
 __all__ = ["ROUNDINGS", "Draw", "Rounding", "rounding_of"]
@@ -27,6 +31,9 @@ class Draw:
     place: int = 0
     strata: int = 1
     turn: int = 0
+
+
+Item = tuple[TensorSpec, torch.Tensor, torch.Tensor | None, float, Draw]  # a tensor: what its (de)quantizing takes
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,13 @@ class Rounding:
     ) -> torch.Tensor:
         """The values that the receiver works with, flat."""
         raise NotImplementedError(f"rounding {self.name!r} codes nothing")
+
+    def quantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        """The same for some tensors; a rounding may be faster at it."""
+        return [self.quantize(*item) for item in batch]
+
+    def dequantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        return [self.dequantize(*item) for item in batch]
 
 
 class Float8(Rounding):
@@ -90,6 +104,25 @@ class Dithered(Rounding):
         return undither(
             codes, step, seed=draw.seed, place=draw.place, strata=draw.strata, turn=draw.turn, name=spec.name
         )
+
+    def quantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        return _together(self.quantize, dither_many, batch)
+
+    def dequantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        return _together(self.dequantize, undither_many, batch)
+
+
+def _together(
+    one: Callable[..., torch.Tensor], many: Callable[..., list[torch.Tensor]], batch: Sequence[Item]
+) -> list[torch.Tensor]:
+    """Tensors with a step in one call; one by one where that gains nothing, or to say which cannot be quantized."""
+    live = [(tensor, step, draw) for _, tensor, _, step, draw in batch if step]
+    found: list[torch.Tensor] = []
+    if len(live) > 1 and all(has_kernel(tensor, tensor.dtype) for tensor, _, _ in live):
+        tensors, steps, draws = zip(*live, strict=True)
+        found = many(tensors, steps, [dither_keys(d.seed, d.place, d.strata, d.turn) for d in draws])
+    done = iter(found)
+    return [next(done) if found and item[3] else one(*item) for item in batch]
 
 
 ROUNDINGS: dict[str, Rounding] = {

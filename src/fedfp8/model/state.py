@@ -8,20 +8,22 @@ Every message has its own seed and every tensor its own random bits, so rounding
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import rms
+from fedfp8.fp8.many import batches, largest_many, rms_many
 from fedfp8.fp8.measure import largest
 from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantize import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.rounding import ROUNDINGS, Draw
+from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.rng import derive_seed
 
 __all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]
@@ -70,15 +72,26 @@ class State(Mapping[str, torch.Tensor]):
 
     def rms(self, name: str) -> float:
         """Root mean square of a tensor; computed once, since every message given this state asks for it."""
-        if name not in self._rms:
-            self._rms[name] = rms(self.tensors[name])
+        if not self._rms:
+            self._rms.update(self._measured(rms, rms_many))  # at once: others may be asking
         return self._rms[name]
 
     def largest(self, name: str) -> float:
         """Largest magnitude of a tensor, Inf or NaN if it holds one; computed once, too."""
-        if name not in self._largest:
-            self._largest[name] = largest(self.tensors[name])
+        if not self._largest:
+            self._largest.update(self._measured(largest, largest_many))
         return self._largest[name]
+
+    def _measured(
+        self, one: Callable[[torch.Tensor], float], many: Callable[[Sequence[torch.Tensor]], list[float]]
+    ) -> dict[str, float]:
+        """A number for every tensor that is not of integers: small ones together, large ones one by one."""
+        found: dict[str, float] = {}
+        for batch in batches([spec for spec in self.layout if spec.kind != "integer"], attrgetter("size")):
+            tensors = [self.tensors[spec.name] for spec in batch]
+            numbers = many(tensors) if len(batch) > 1 else [one(tensors[0])]
+            found.update(zip((spec.name for spec in batch), numbers, strict=True))
+        return found
 
     def with_layout(self, layout: Layout) -> "State":
         """The same tensors under a layout that differs in formats only."""
@@ -99,6 +112,17 @@ class QuantState:
     strata: int = 1
     turn: int = 0  # of all places alike, in 2**32nds of a cell (dithered only)
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
+
+    def batches(self) -> Iterator[Sequence[tuple[int, TensorSpec]]]:
+        """The coded tensors and their indices, some at a time: small ones are quantized together."""
+        kinds = ROUNDINGS[self.rounding].kinds
+        coded = [(index, spec) for index, spec in enumerate(self.layout) if spec.kind in kinds]
+        return batches(coded, lambda pair: pair[1].size)
+
+    def item(self, index: int, spec: TensorSpec, tensor: torch.Tensor) -> Item:
+        """All that is known of tensor `index`, with its values or codes."""
+        alpha = None if spec.range is None else self.rest[spec.range]
+        return spec, tensor, alpha, self.steps.get(spec.name, 0.0), self.draw(index)
 
     def draw(self, index: int) -> Draw:
         """The random bits of tensor `index`."""
@@ -144,31 +168,24 @@ def quantize_state(
         )
     dither_keys(seed, place, strata, turn)  # refuses places that do not exist, even where every tensor is zero
     q = QuantState(state.layout, rounding, seed, place=place, strata=strata, turn=turn, change=change)
-    for index, spec in enumerate(state.layout):
-        tensor = state[spec.name]
-        if spec.kind not in rule.kinds:
-            q.rest[spec.name] = tensor
-            continue
-        size = _step(spec, state, step, step_of, reference) if rule.has_steps else 0.0
-        alpha = state[spec.range] if rule.has_ranges and spec.range is not None else None
-        q.codes[spec.name] = rule.quantize(spec, tensor.view(-1), alpha, size, q.draw(index))
+    q.rest.update({spec.name: state[spec.name] for spec in state.layout if spec.kind not in rule.kinds})
+    for batch in q.batches():
         if rule.has_steps:
-            q.steps[spec.name] = size
+            q.steps.update({spec.name: _step(spec, state, step, step_of, reference) for _, spec in batch})
+        items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
+        q.codes.update(zip((spec.name for _, spec in batch), rule.quantize_batch(items), strict=True))
     return q
 
 
 def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
     """The values the receiver works with. consume: the codes are taken from `q`, so that both are never in memory."""
-    rule, tensors = ROUNDINGS[q.rounding], dict[str, torch.Tensor]()
-    for index, spec in enumerate(q.layout):
-        if spec.name in q.rest:
-            tensors[spec.name] = q.rest[spec.name]
-            continue
-        alpha = q.rest[spec.range] if rule.has_ranges and spec.range is not None else None
-        codes = q.codes.pop(spec.name) if consume else q.codes[spec.name]
-        flat = rule.dequantize(spec, codes, alpha, q.steps.get(spec.name, 0.0), q.draw(index))
-        tensors[spec.name] = flat.view(spec.shape)
-    return State(q.layout, tensors)
+    rule, found = ROUNDINGS[q.rounding], dict(q.rest)
+    take = q.codes.pop if consume else q.codes.__getitem__
+    for batch in q.batches():
+        items = [q.item(index, spec, take(spec.name)) for index, spec in batch]
+        for (_, spec), flat in zip(batch, rule.dequantize_batch(items), strict=True):
+            found[spec.name] = flat.view(spec.shape)
+    return State(q.layout, {spec.name: found[spec.name] for spec in q.layout})
 
 
 def _step(

@@ -11,15 +11,17 @@ Which of the message's references it is stands in the mode too, from bit INDEX o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
+from fedfp8.fp8.parallel import Keys, dither_keys, random_keys
 from fedfp8.model.layout import TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, tensor_seed
-from fedfp8.wire import rawbits, steps, stream
+from fedfp8.wire import kernels, rawbits, steps, stream
 from fedfp8.wire.container import REFERENCES, version_of
 from fedfp8.wire.mix import Mix, fit_mix, read_mix
 
@@ -56,8 +58,10 @@ class Reference:
     values: np.ndarray
     rms: float  # for dithered tensors, else 0
 
-    def piece(self, start: int, stop: int) -> np.ndarray:
-        return self.values[start:stop]
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """For kernels, as those of a mix."""
+        return self.values, self.values, self.values, 1.0, 0.0, 0.0, 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class Plan:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def keys(self) -> Keys:
+        """Of the random bits."""
+        return dither_keys(self.seed, self.place, self.strata, self.turn) if self.dithered else random_keys(self.seed)
 
     @property
     def format(self) -> Format | None:
@@ -137,17 +146,18 @@ def reference_of(mode: int) -> int | None:
 
 def encode(plan: Plan, codes: np.ndarray, lossless: bool) -> tuple[int, bytes]:
     """(mode, data) of the smallest encoding."""
-    if not plan.dithered and int(codes.max()) >= 2**plan.bits:
+    low, high = kernels.extremes(codes)
+    if not plan.dithered and high >= 2**plan.bits:
         raise QuantizationError(
-            f"codes of {plan.name!r} reach {int(codes.max())}; {plan.bits}-bit codes are below {2**plan.bits}: was "
+            f"codes of {plan.name!r} reach {high}; {plan.bits}-bit codes are below {2**plan.bits}: was "
             "another format used?"
         )
-    if lossless and not plan.dithered and not codes.any():
+    if lossless and not plan.dithered and not high:
         return STATIC, b""
     found: list[tuple[int, bytes]] = []
-    if lossless and steps.has_ranks(plan, codes) and (plan.references or plan.dithered):
+    if lossless and steps.has_ranks(plan, codes, low, high) and (plan.references or plan.dithered):
         found.append(_steps(plan, codes))
-    raw = rawbits.packed_size(plan.size, plan.bits) if not plan.dithered else rawbits.signed_size(codes)
+    raw = rawbits.packed_size(plan.size, plan.bits) if not plan.dithered else rawbits.signed_size(plan.size, low, high)
     # Where a reference halves the bytes, coding the codes on their own cannot win: do not spend the time.
     if lossless and not plan.dithered and not (found and 2 * len(found[0][1]) < raw):
         found.append((STATIC, stream.encode_bytes(codes, plan.bits)))

@@ -7,7 +7,7 @@ decoding kernels trust nothing: an index that comes from the data is checked bef
 import numpy as np
 from numba import njit
 
-from fedfp8.fp8.intrinsics import binade, centred, code_of, poison, snap, uniform
+from fedfp8.fp8.intrinsics import binade, centred, code_of, half_minus_uniform, poison, snap, uniform
 
 F = np.float32
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -30,12 +30,36 @@ def mix(a, b, c, x, y, z, out):
 
 
 @kernel
-def product(a, b):
-    """Sum of a * b, front to back."""
-    total = 0.0
-    for i in range(a.size):
-        total += np.float64(a[i]) * np.float64(b[i])
-    return total
+def reference_piece(reference, start, stop, room):
+    """A piece of a reference (`Reference.operands`): one tensor's values, a mix made in `room`, or none: its zeros."""
+    a, b, c, x, y, z, count = reference
+    if count == 1:
+        return a[start:stop]
+    out = room[: stop - start]
+    if count:
+        mix(a[start:stop], b[start:stop], c[start:stop], x, y, z, out)
+    return out
+
+
+@kernel
+def products(a, b, c, count, codes, starts, length, step, key0, key1, turn, out):
+    """out[i, j]: sum of the products of columns i and j, front to back, over `length` elements from each start on.
+
+    The columns: `count` references, and what the receiver of dithered codes will have.
+    """
+    columns = np.empty((count + 1, length), np.float32)
+    for start in starts:
+        for i in range(length):
+            columns[0, i], columns[1, i] = a[start + i], b[start + i]
+            if count == 3:
+                columns[2, i] = c[start + i]
+            columns[count, i] = (F(codes[start + i]) + half_minus_uniform(start + i, key0, key1, turn)) * step
+        for row in range(count):
+            for column in range(row, count + 1):
+                total = out[row, column]
+                for i in range(length):
+                    total += np.float64(columns[row, i]) * np.float64(columns[column, i])
+                out[row, column] = total
 
 
 # Predictions: the reference on the new grid with the message's random bits, and the context of the step from there
@@ -45,9 +69,9 @@ def product(a, b):
 def predict_float(
     ref,
     start,
-    random,
     pred,
     ctx,
+    random,
     scale_in,
     top,
     lowest,
@@ -110,7 +134,10 @@ def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, 
 
 @kernel
 def tokenise(values, pred, ctx, narrow, shift, bucket, low, extra, tok, bits, state):
-    """Steps as tokens; extra bits are appended to `bits`, whose write position (in bits) is state[0]."""
+    """Steps as tokens; extra bits are appended to `bits`, whose write position (in bits) is state[0].
+
+    The word that it is in must be 0 from there on; half a word an element and two more are room enough.
+    """
     single, at = I32(SINGLE), U64(state[0])
     for start in range(0, tok.size, STRIP):
         count, large = min(STRIP, tok.size - start), I32(shift)
@@ -139,7 +166,7 @@ def tokenise(values, pred, ctx, narrow, shift, bucket, low, extra, tok, bits, st
                 tok[i] = U8(2 * low.size - 1)
                 value, many = U64(values[i]) & U64(0xFFFFFFFF), U64(32)
             bits[at >> U64(6)] |= value << (at & U64(63))
-            bits[(at >> U64(6)) + U64(1)] |= (value >> U64(1)) >> (U64(63) - (at & U64(63)))
+            bits[(at >> U64(6)) + U64(1)] = (value >> U64(1)) >> (U64(63) - (at & U64(63)))
             at += many
     state[0] = np.int64(at)
 
@@ -204,6 +231,15 @@ def from_ranks(rank, sign_shift, codes):
     sign = I32(1) << I32(sign_shift)
     for i in range(rank.size):
         codes[i] = U8(rank[i]) if rank[i] >= 0 else U8(sign - rank[i])
+
+
+@kernel
+def extremes(k):
+    """(smallest, largest) of some integers and 0."""
+    low, high = I32(0), I32(0)
+    for i in range(k.size):
+        low, high = I32(min(low, k[i])), I32(max(high, k[i]))  # without a widening, for the lanes
+    return low, high
 
 
 # Priors: tokens' probabilities from an update distribution

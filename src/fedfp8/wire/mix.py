@@ -7,13 +7,11 @@ prediction gains what their errors do not share. The coefficients travel with th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedfp8.errors import WireFormatError
-from fedfp8.fp8.kernels import undither
-from fedfp8.fp8.parallel import WEYL, dither_keys
 from fedfp8.wire import kernels
 from fedfp8.wire.container import AGAIN, Reader
 
@@ -38,14 +36,19 @@ class Mix:
         """About: exact for references that differ by a factor, and they are nearly the same. Cut within float32."""
         return min(abs(sum(c * r.rms for c, r in zip(self.coefficients, self.references, strict=True))), 2.0**126)
 
-    def piece(self, start: int, stop: int) -> np.ndarray:
-        out = np.empty(stop - start, np.float32)
-        first, second, *third = [r.values[start:stop] for r in self.references]
-        kernels.mix(first, second, *(third or [first]), *self.coefficients, *([] if third else [0.0]), out)
-        return out
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """For kernels: three arrays, their coefficients, and how many of them count."""
+        more = 3 - len(self.references)
+        return *_three(self.references), *self.coefficients, *[0.0] * more, len(self.references)
 
     def to_bytes(self) -> bytes:
         return np.array(self.coefficients, "<f4").tobytes()
+
+
+def _three(references: "tuple[Reference, ...]") -> tuple[np.ndarray, ...]:
+    """The values of two or three references; the first again in the place of a third."""
+    return tuple(references[i % len(references)].values for i in range(3))
 
 
 def read_mix(references: "tuple[Reference, ...]", data: memoryview) -> tuple[Mix, memoryview]:
@@ -64,13 +67,12 @@ def fit_mix(plan: "Plan", codes: np.ndarray, spans: Sequence[tuple[int, int]]) -
 
     Sums in a fixed order of products that are exact: the same coefficients on every machine.
     """
-    key, *others = dither_keys(plan.seed, plan.place, plan.strata, plan.turn)
-    wanted = [np.empty(b - a, np.float32) for a, b in spans]
-    for (a, b), out in zip(spans, wanted, strict=True):
-        undither(codes[a:b], out, np.float32(plan.step), np.uint32((int(key) + WEYL * a) % 2**32), *others)
-    columns = [np.concatenate([r.values[a:b] for a, b in spans]) for r in plan.references]
-    columns.append(np.concatenate(wanted))
-    solved = _solved([[kernels.product(p, q) for q in columns] for p in columns[:-1]])
+    starts, (first, stop) = np.array([a for a, _ in spans]), spans[0]
+    count = len(plan.references)
+    sums = np.zeros((count, count + 1))
+    wanted = codes, starts, stop - first, np.float32(plan.step), *plan.keys
+    kernels.products(*_three(plan.references), count, *wanted, sums)
+    solved = _solved([[float(sums[min(i, j), max(i, j)]) for j in range(count + 1)] for i in range(count)])
     if solved is None or not all(abs(c) <= LARGEST for c in solved):
         return None
     mix = Mix(plan.references, tuple(float(np.float32(c)) for c in solved))

@@ -112,9 +112,12 @@ def coded(x, entry, reciprocal):
 
 
 @kernel
-def rans_encode(symbols, reciprocals, states, words):
-    """Last element first, from states of 2**31; words are filled from the end. Returns the index of the first word."""
-    at, i, single = U64(words.size), U64(symbols.size), states.size == 1
+def rans_encode(symbols, reciprocals, states):
+    """Last element first, from states of 2**31; words take the place of symbols, from the end. Returns the first index.
+
+    A symbol leaves at most one word, so that words never reach a symbol that is still to be coded.
+    """
+    words, at, i, single = symbols, U64(symbols.size), U64(symbols.size), states.size == 1
     x0 = x1 = x2 = x3 = U64(LOW)
     while i:
         i -= U64(1)

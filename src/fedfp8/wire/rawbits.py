@@ -7,6 +7,7 @@ then each integer is stored as zigzag (0, -1, 1, -2, ... become 0, 1, 2, 3, ...)
 import numpy as np
 
 from fedfp8.errors import WireFormatError
+from fedfp8.wire.kernels import extremes
 
 __all__ = ["pack", "pack_signed", "packed_size", "signed_size", "unpack", "unpack_signed"]
 
@@ -46,18 +47,17 @@ def unpack(data: memoryview, count: int, bits: int, dtype: type) -> np.ndarray:
     return out
 
 
-def signed_size(k: np.ndarray) -> int:
-    """Length of ``pack_signed(k)``."""
-    return 1 + packed_size(k.size, _signed_bits(k))
+def signed_size(count: int, low: int, high: int) -> int:
+    """Length of ``pack_signed`` of so many integers between two others."""
+    return 1 + packed_size(count, _signed_bits(low, high))
 
 
-def _signed_bits(k: np.ndarray) -> int:
-    low, high = int(k.min(initial=0)), int(k.max(initial=0))
+def _signed_bits(low: int, high: int) -> int:
     return max(2 * high, -2 * low - 1).bit_length()
 
 
 def pack_signed(k: np.ndarray) -> bytes:
-    bits = _signed_bits(k)
+    bits = _signed_bits(*extremes(k))
     zigzag = (k.astype(np.int64) << 1 ^ k.astype(np.int64) >> 63).astype(np.uint32)
     return bytes([bits]) + pack(zigzag, bits)
 

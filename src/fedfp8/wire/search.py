@@ -5,7 +5,7 @@ A few microseconds a tensor, all in one call: models of hundreds of small tensor
 
 import numpy as np
 
-from fedfp8.wire.kernels import kernel, predict_uniform, tokenise, weighted
+from fedfp8.wire.kernels import kernel, predict_uniform, reference_piece, tokenise, weighted
 
 SPACING = 16  # of the scales that are looked at first
 
@@ -48,27 +48,22 @@ def cheapest(counts, costs, made):
 
 
 @kernel
-def fit_uniform(
-    ref, whole, codes, starts, length, bucket, low, extra, costs, made, per_step, limit, small, large, key0, key1, turn
-):
+def fit_uniform(reference, codes, starts, length, bucket, low, extra, costs, made, grid):
     """(missing or -1, bad, cost, shape, scale, shift) of dithered codes, on `length` elements from each start on.
 
-    ref: values of the whole tensor, or (whole=False) of the sample alone. cost: in 1/256 bits, extra bits included.
-    bad: not 0 if the reference holds NaN or Inf.
+    cost: in 1/256 bits, extra bits included. bad: not 0 if the reference holds NaN or Inf.
     """
     n, tokens = starts.size * length, 2 * low.size
     values, pred, ctx = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.uint16)
-    bad = np.uint32(0)
+    bad, room = np.uint32(0), np.zeros(length, np.float32)
     for span in range(starts.size):
         at, first = span * length, starts[span]
-        r = first if whole else at
-        mine = pred[at : at + length], ctx[at : at + length]
-        bad |= predict_uniform(
-            ref[r : r + length], first, mine[0], mine[1], per_step, limit, small, large, key0, key1, turn
-        )
+        ref = reference_piece(reference, first, first + length, room)
+        bad |= predict_uniform(ref, first, pred[at : at + length], ctx[at : at + length], *grid)
         values[at : at + length] = codes[first : first + length]
     shift = _shift(values, pred)
-    tok, bits, used = np.empty(n, np.uint8), np.zeros(n + 2, np.uint64), np.zeros(1, np.int64)
+    tok, bits, used = np.empty(n, np.uint8), np.empty(n // 2 + 2, np.uint64), np.zeros(1, np.int64)
+    bits[0] = 0
     tokenise(values, pred, ctx, np.zeros(256, np.bool_), shift, bucket, low, extra, tok, bits, used)
     counts = np.zeros(costs.shape[2], np.int32)
     for i in range(n):

@@ -7,7 +7,7 @@ as with static tables. rANS states are written first, then the words in the orde
 
 import copy
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,61 +62,50 @@ class Tables:
         new.entries, new.lut = self.entries.copy(), self.lut.copy()
         return new
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """For kernels that rebuild them."""
+        made = self.counts, self.totals, self.entries, self.lut
+        return self.prior, self.row, self.tokens, self.gain, self.lut_bits, *made
+
     def rebuild(self) -> None:
         made = self.totals, self.entries, self.lut, self.lut_bits
         rans.rebuild(self.counts, self.prior, self.tokens, self.gain, *made)
 
 
 class Encoder:
-    """Collects symbols front to back, then codes them back to front, as rANS wants."""
+    """Room for symbols, which are collected front to back and then coded back to front, as rANS wants."""
 
-    def __init__(self, tables: Tables, count: int) -> None:
-        self.tables, self.lanes = tables, lanes_for(count)
+    def __init__(self, count: int) -> None:
         self.symbols = np.empty(count, dtype=np.uint32)
+        self.states = np.full(lanes_for(count), rans.LOW, dtype=np.uint64)
 
-    def push(self, piece: Piece, tok: np.ndarray, ctx: np.ndarray) -> None:
-        t, out = self.tables, self.symbols[piece.start : piece.stop]
-        rans.look_up(tok, ctx, t.row, t.tokens, t.entries, t.counts, piece.counts, out)
-        if piece.rebuild:
-            t.rebuild()
-
-    def finish(self) -> bytes:
-        states = np.full(self.lanes, rans.LOW, dtype=np.uint64)
-        words = np.empty(self.symbols.size // 2 + 2, dtype=np.uint32)
-        first = rans.rans_encode(self.symbols, rans.RECIPROCALS, states, words)
-        return states.astype("<u8").tobytes() + words[first:].astype("<u4").tobytes()
+    def written(self, first: int) -> tuple[memoryview, memoryview]:
+        """States, and words in the place of symbols, from the first of them on."""
+        return self.states.astype("<u8", copy=False).data, self.symbols[first:].astype("<u4", copy=False).data
 
 
 class Decoder:
-    """Symbols front to back; `finish` checks that the data ended where it had to."""
+    """What was coded, while symbols are taken from it; `finish` checks that it ended where it had to."""
 
-    def __init__(self, tables: Tables, count: int, data: memoryview) -> None:
-        self.tables = tables
+    def __init__(self, count: int, data: memoryview) -> None:
         head = 8 * lanes_for(count)
         if len(data) < head or (len(data) - head) % 4:
             raise WireFormatError(f"{len(data)} bytes cannot hold {head} bytes of states and whole words; {AGAIN}")
         self.states = np.frombuffer(data[:head], dtype="<u8").astype(np.uint64)
-        self.words = np.concatenate([np.frombuffer(data[head:], dtype="<u4"), np.zeros(rans.PADDING, np.uint32)])
-        self.at = 0
+        self.words = np.zeros((len(data) - head) // 4 + rans.PADDING, np.uint32)
+        self.words[: -rans.PADDING] = np.frombuffer(data[head:], dtype="<u4")
+        self.at = 0  # the next word
         self.alone = None if len(self.states) == 4 else True
         self.often = True if 32 * len(self.words) > 2 * count else None  # more than two bits a symbol
         if not all(rans.LOW <= state < 1 << 63 for state in self.states.tolist()):
             raise WireFormatError(f"a coder state is out of range; {AGAIN}")
 
-    def pull(self, piece: Piece, ctx: np.ndarray, tok: np.ndarray) -> None:
-        t, coded = self.tables, (self.states, self.words, self.at)
-        found = t.entries, t.lut, t.lut_bits, t.counts, piece.counts
-        if len(t.totals) == 1 and len(self.states) == 4:
-            self.at = rans.rans_decode_one(*coded, *found, tok)
-        else:
-            self.at = rans.rans_decode(*coded, ctx, t.row, t.tokens, *found, self.alone, self.often, tok)
-        if self.at > len(self.words) - rans.PADDING:
-            raise WireFormatError(f"the coded symbols end before the tensor does; {AGAIN}")
-        if piece.rebuild:
-            t.rebuild()
-
     def finish(self) -> None:
-        if self.at != len(self.words) - rans.PADDING or any(state != rans.LOW for state in self.states.tolist()):
+        end = len(self.words) - rans.PADDING
+        if self.at > end:
+            raise WireFormatError(f"the coded symbols end before the tensor does; {AGAIN}")
+        if self.at != end or any(state != rans.LOW for state in self.states.tolist()):
             raise WireFormatError(f"the coded symbols do not end where they should; {AGAIN}")
 
 
@@ -124,19 +113,32 @@ class Decoder:
 
 
 def encode_bytes(codes: np.ndarray, bits: int) -> bytes:
-    encoder = Encoder(_flat(bits), codes.size)
+    encoder, t = Encoder(codes.size), _flat(bits)
     ctx = np.zeros(min(codes.size, PIECE), np.uint16)
-    for piece in pieces(codes.size, FIRST_BYTES):
-        encoder.push(piece, codes[piece.start : piece.stop], ctx[: piece.stop - piece.start])
-    return encoder.finish()
+    for start, stop, counts, rebuild in pieces(codes.size, FIRST_BYTES):
+        tok, out = codes[start:stop], encoder.symbols[start:stop]
+        rans.look_up(tok, ctx[: stop - start], t.row, t.tokens, t.entries, t.counts, counts, out)
+        if rebuild:
+            t.rebuild()
+    return b"".join(encoder.written(rans.rans_encode(encoder.symbols, rans.RECIPROCALS, encoder.states)))
 
 
 def decode_bytes(data: memoryview, count: int, bits: int) -> np.ndarray:
-    decoder = Decoder(_flat(bits), count, data)
+    decoder, t = Decoder(count, data), _flat(bits)
     codes = np.empty(count, np.uint8)
     ctx = np.zeros(min(count, PIECE), np.uint16)
-    for piece in pieces(count, FIRST_BYTES):
-        decoder.pull(piece, ctx[: piece.stop - piece.start], codes[piece.start : piece.stop])
+    for start, stop, counts, rebuild in pieces(count, FIRST_BYTES):
+        coded = decoder.states, decoder.words, decoder.at
+        found = t.entries, t.lut, t.lut_bits, t.counts, counts
+        if decoder.alone is None:
+            decoder.at = rans.rans_decode_one(*coded, *found, codes[start:stop])
+        else:
+            here = ctx[: stop - start], t.row, t.tokens
+            decoder.at = rans.rans_decode(*coded, *here, *found, decoder.alone, decoder.often, codes[start:stop])
+        if decoder.at > len(decoder.words) - rans.PADDING:
+            break
+        if rebuild:
+            t.rebuild()
     decoder.finish()
     return codes
 
