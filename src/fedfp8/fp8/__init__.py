@@ -2,7 +2,7 @@
 
 from fedfp8.fp8.format import E3M4, E4M3, E5M2, Format
 from fedfp8.fp8.measure import rms, squared_error
-from fedfp8.fp8.quantize import (
+from fedfp8.fp8.quantizers import (
     dither,
     from_codes,
     hash_uniform,

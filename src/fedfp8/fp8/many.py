@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedfp8.fp8.parallel import Keys
-from fedfp8.fp8.quantize import DITHER_LIMIT
+from fedfp8.fp8.quantizers import DITHER_LIMIT
 
 __all__ = ["batches", "dither_many", "largest_many", "rms_many", "undither_many"]
 

@@ -10,7 +10,7 @@ from fedfp8.fp8 import eager
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
 from fedfp8.fp8.parallel import Keys, run
-from fedfp8.fp8.quantize import check_float, rounding_keys
+from fedfp8.fp8.quantizers import check_float, rounding_keys
 from fedfp8.fp8.strides import has_kernel
 
 __all__ = ["largest", "rms", "squared_error"]

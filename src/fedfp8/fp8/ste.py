@@ -22,7 +22,7 @@ from fedfp8.fp8 import anydevice
 from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import alpha_value, grid_for
 from fedfp8.fp8.parallel import run
-from fedfp8.fp8.quantize import Alpha, quantize, rounding_keys
+from fedfp8.fp8.quantizers import Alpha, quantize, rounding_keys
 from fedfp8.fp8.strides import flat, has_kernel, memory_order
 
 __all__ = ["fake_quantize", "gradients", "in_graph", "like"]

@@ -21,7 +21,7 @@ import numpy as np
 
 from fedfp8.errors import ConfigError, WireFormatError
 from fedfp8.fp8 import E4M3, Format
-from fedfp8.fp8.quantize import STEP_MIN
+from fedfp8.fp8.quantizers import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, rounding_of
 from fedfp8.model.state import State

@@ -21,7 +21,7 @@ from fedfp8.fp8 import rms
 from fedfp8.fp8.many import batches, largest_many, rms_many
 from fedfp8.fp8.measure import largest
 from fedfp8.fp8.parallel import dither_keys
-from fedfp8.fp8.quantize import STEP_MIN
+from fedfp8.fp8.quantizers import STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.rng import derive_seed

@@ -12,7 +12,7 @@ import torch
 
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
-from fedfp8.fp8.quantize import STEP_MAX, STEP_MIN
+from fedfp8.fp8.quantizers import STEP_MAX, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State
