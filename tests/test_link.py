@@ -183,6 +183,27 @@ def test_a_client_keeps_its_random_bits_as_far_as_places_are_even() -> None:
     assert len(moves) > 80 and statistics.mean(moves) < 0.15
 
 
+@pytest.mark.parametrize("clients", [1, 5])
+def test_the_error_of_the_mean_is_new_in_every_round(clients: int) -> None:
+    """Else training would settle beside the optimum by that error. The mean over R rounds of R independent errors, each
+    uniform in +-step/(2M), has variance step^2 / (12 M^2 R); the same error in every round would have R times that. Its
+    expectation over the turns is exact for every weight; with a turn shared by all weights it varies by about a half,
+    so 3 tells it from 40 by far."""
+    rounds, g = 40, torch.Generator().manual_seed(2)
+    server, w = ServerLink("dq", seed=4), torch.randn(100, 300, generator=g)
+    total = torch.zeros(100, 300, dtype=torch.float64)
+    for number in range(rounds):
+        w[0, 0] = float(number)  # another model, all but the same
+        server.open({"w": w.clone()}, list(range(clients)))
+        assert server.round is not None
+        step = on_ladder(WIRES["dq"].kappa_down_for(clients) * float(w.square().mean().sqrt()))
+        total += (sum(server.round.sent(c)["w"].double() for c in range(clients)) / clients - w) / step
+        for c in range(clients):
+            server.confirm(c)
+    variance = float((total / rounds)[1:].square().mean())
+    assert variance < 3 / (12 * clients**2 * rounds)
+
+
 @pytest.mark.parametrize("wire", ["dq", "fp8"])
 def test_every_client_is_served_without_bias_whatever_the_others_do(wire: str) -> None:
     """Mean over 400 draws of one client's error in a cohort of three, two of which drop out: with n elements and errors

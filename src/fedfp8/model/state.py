@@ -4,7 +4,7 @@
 `QuantState`, integers and a few floats, by one of the roundings of `rounding.py`; `dequantize_state` gives the values
 the receiver works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
 
-Every message has its own seed and every tensor its own random bits, so rounding errors are independent.
+Every tensor of a message has random bits of its own, by the message's seed or, where that stays, by its turn.
 """
 
 import hashlib
