@@ -101,7 +101,7 @@ def gradients(x: np.ndarray, q: np.ndarray, g: np.ndarray, alpha: float) -> tupl
     return g * keep, g * to_alpha
 
 
-def uniforms(seed: int, n: int, place: int = 0, strata: int = 1, turn: int = 0) -> np.ndarray:
+def uniforms(seed: int, n: int, place: int = 0, strata: int = 1) -> np.ndarray:
     """u of elements 0 .. n-1, from the formulas of docs/numerics.md in Python's integers."""
     word, wide = 2**32, 2**64
     z = (seed + 0x9E3779B97F4A7C15) % wide
@@ -113,7 +113,7 @@ def uniforms(seed: int, n: int, place: int = 0, strata: int = 1, turn: int = 0) 
         h = (0x9E3779B9 * i + key0) % word
         h = (h ^ h >> 16) * 0x7FEB352D % word
         h = (h ^ h >> 15 ^ key1) * 0x846CA68B % word
-        h = (h + place * (word // strata) + turn) % word
+        h = (h + place * (word // strata)) % word
         signed = h - word if h >= word // 2 else h
         found.append(0.5 + signed // 2**9 / 2**23)
     return np.array(found)

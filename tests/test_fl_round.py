@@ -11,7 +11,6 @@ training (2e-6 of 15,000) would shift many weights by about 1e-5; we expect none
 """
 
 import hashlib
-import math
 
 import pytest
 import torch
@@ -85,8 +84,8 @@ def expected_error(w, target, alpha):
     return float(((clipped - target) ** 2 + s**2 * f * (1 - f)).sum())
 
 
-def dithered(x, step, seed, place, turn):  # the same bits for both clients, half a cell apart
-    turned = (signed_bits(seed, x.numel()).view(x.shape) + 2**31 + place * 2**31 + turn) % 2**32
+def dithered(x, step, seed, place):  # the same bits for both clients, half a cell apart
+    turned = (signed_bits(seed, x.numel()).view(x.shape) + 2**31 + place * 2**31) % 2**32
     u = torch.floor(turned / 2**9) / 2**23
     return step * (torch.floor(x / step + u) + 0.5 - u)
 
@@ -95,15 +94,13 @@ def suits(x):  # the share of kappa that a tensor gets: the root of its inputs, 
     return min(1.0, max(1 / 8, (x[0].numel() / 228) ** 0.5)) if x.ndim > 1 else 1 / 8
 
 
-def send(state, method, seed, kappa=0.0, place=0, turn=None):
-    """What the receiver decodes. With a turn, steps are powers of 2**(1/4)."""
+def send(state, method, seed, kappa=0.0, place=0):
+    """What the receiver decodes."""
     out = dict(state)
     for index, (name, x) in enumerate(state.items()):
         own_seed, alpha = seed_of(seed, "tensor", index), state.get(name.replace("weight", "alpha"))
         if method == "dq" and "alpha" not in name and "beta" not in name:
-            step = kappa * suits(x) * float((x**2).mean().sqrt())
-            step = step if turn is None else 2 ** (round(4 * math.log2(step)) / 4)
-            out[name] = dithered(x, step, own_seed, place, turn or 0)
+            out[name] = dithered(x, kappa * suits(x) * float((x**2).mean().sqrt()), own_seed, place)
         elif method in ("uq", "uq+") and "weight" in name:
             out[name] = q_rand(x, alpha, own_seed)
         elif method == "bq" and "weight" in name:
@@ -167,13 +164,10 @@ def paper_round(model, clients, method):  # algorithm 3, one round
             state[f"{layer}.beta"] = torch.tensor(largest if layer == "0" else 0.0, dtype=torch.float64)
     order = torch.randperm(4, generator=torch.Generator().manual_seed(seed_of(SEED, "sample", 1)))
     cohort = sorted(order[:2].tolist())
-    dealt = torch.randperm(2, generator=torch.Generator().manual_seed(seed_of(SEED, "places", 1))).tolist()
-    places = [1 - dealt.index(0), 1 - dealt.index(1)]  # in round 1 the first of them gets place 1
-    seed_down = seed_of(SEED, "down", "E4M3") if method == "dq" else seed_of(SEED, "down", 1, "E4M3")
-    turn = seed_of(SEED, "turn", 1) % 2**31
+    places = torch.randperm(2, generator=torch.Generator().manual_seed(seed_of(SEED, "places", 1))).tolist()
     updates, sizes = [], torch.tensor([float(len(clients[k][1])) for k in cohort], dtype=torch.float64)
     for k, place in zip(cohort, places, strict=True):
-        down = send(state, method, seed_down, kappa=0.8 * (2 / 5) ** 0.5, place=place, turn=turn)
+        down = send(state, method, seed_of(SEED, "down", 1, "E4M3"), kappa=0.8 * (2 / 5) ** 0.5, place=place)
         rng = torch.Generator().manual_seed(seed_of(SEED, "train", 1, k))
         local = local_update(down, *clients[k], rng, fp8)
         if method == "dq":  # the change, and the server adds it to its own model

@@ -155,14 +155,14 @@ def test_updates_are_unbiased():
 
 
 def test_random_bits_are_never_used_twice():
-    """What decides the bits of a message is its seed, its place and its turn; models have one seed, and a turn each."""
+    """What decides the bits of a message is its seed and its place; clients of a round share the seed."""
     downs, ups = [], []
 
     class Watching(LocalGrid):
         def _deliver(self, message):
             for record in message.content.array_records.values():
                 head = header(Orders.split(blob_of(record))[1])
-                downs.append((head.seed, head.turn, head.place))
+                downs.append((head.seed, head.place))
             reply = super()._deliver(message)
             heads = [header(blob_of(record)) for record in reply.content.array_records.values()]
             ups.extend((head.seed, head.place) for head in heads)
@@ -174,7 +174,7 @@ def test_random_bits_are_never_used_twice():
     start(strategy, grid=grid)  # rounds are counted from 1 again
     assert len(ups) == len(set(ups)) == 2 * 3 * 3 and len({seed for seed, _ in ups}) == 2 * 3
     # A model has one draw a place: round r's evaluation and round r+1's training send the same message.
-    assert len(set(downs)) == 2 * 4 * 3 and not {seed for seed, *_ in downs} & {seed for seed, _ in ups}
+    assert len(set(downs)) == 2 * 4 * 3 and not {seed for seed, _ in downs} & {seed for seed, _ in ups}
 
 
 def test_same_model_again_is_almost_free():

@@ -154,42 +154,6 @@ def test_places_are_the_same_in_the_kernel_in_torch_and_in_the_slow_reference(pl
     assert np.array_equal(back.numpy(), reference.undither(k.numpy(), step, u))
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2**31, 2**32 - 1, 3_141_592_653])
-def test_turns_are_the_same_in_the_kernel_in_torch_and_in_the_slow_reference(turn: int) -> None:
-    n, step, where = 3000, float(np.float32(0.37)), {"place": 5, "strata": 7, "turn": turn}
-    x = torch.randn(n, generator=torch.Generator().manual_seed(1)) * 3
-    u = reference.uniforms(77, n, **where)
-    assert np.array_equal(hash_uniform(77, n, **where).double().numpy(), u)
-    k = dither(x, step, seed=77, **where)
-    assert torch.equal(k, eager.dither(x, float(np.float32(1 / step)), dither_keys(77, **where)))
-    assert np.array_equal(k.numpy(), reference.dither(x.numpy(), step, u))
-    assert np.array_equal(undither(k, step, seed=77, **where).numpy(), reference.undither(k.numpy(), step, u))
-
-
-def test_a_random_turn_makes_the_error_of_the_mean_new() -> None:
-    """Turned by a uniform part of a place, the mean error of all places is uniform in +-1/(2M) cells whatever it was
-    without: two rounds with turns of their own are uncorrelated, as with seeds of their own."""
-    strata, x, cell = 5, inputs("normal", 1.0), 2**32
-
-    def error(turn: int) -> np.ndarray:
-        where = [{"seed": 8, "place": p, "strata": strata, "turn": turn} for p in range(strata)]
-        mean = sum(undither(dither(x, 1.0, **w), 1.0, **w).double() for w in where) / strata  # type: ignore[arg-type]
-        return (mean - x.double()).numpy()
-
-    # Over all turns within a place the error of one weight takes every value: quarter turns are a quarter apart
-    errors = np.stack([error(q * (cell // strata) // 4) for q in range(4)])
-    assert np.all(np.abs(errors) <= 1 / (2 * strata) + 1e-5)
-    gaps = np.diff(np.sort(errors * strata, axis=0), axis=0)
-    assert np.abs(gaps - 0.25).max() < 1e-4  # evenly spaced, so their mean is within 1/(8 M) of 0
-    assert np.abs(errors.mean(0)).max() <= 1 / (8 * strata) + 1e-5
-
-
-@pytest.mark.parametrize("turn", [-1, 2**32])
-def test_turns_beyond_a_cell_are_refused(turn: int) -> None:
-    with pytest.raises(QuantizationError, match=rf"turn is {turn}"):
-        dither(torch.ones(3), 1.0, seed=0, turn=turn)
-
-
 def test_place_0_changes_nothing() -> None:
     x = inputs("normal", 1.0)
     k = dither(x, 1.0, seed=5)

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import random
-import statistics
 import subprocess
 import sys
 import threading
@@ -21,8 +20,7 @@ from safetensors.torch import load, save
 
 from fedfp8 import ClientLink, LostReference, ServerLink, average
 from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, RunError, WireFormatError
-from fedfp8.link.history import apart
-from fedfp8.link.wire import WIRES, Orders, Wire, fan_in_factor, on_ladder
+from fedfp8.link.wire import WIRES, Orders, Wire, fan_in_factor
 from fedfp8.wire import decode, header
 
 ALL = sorted(WIRES)
@@ -156,52 +154,6 @@ def test_places_are_dealt_evenly_and_anew_in_every_round() -> None:
         assert set(places.values()) == set(range(14)) and max(counts) - min(counts) <= 1
         dealt.add(tuple(places.values()))
     assert len(dealt) == 6
-
-
-def test_a_client_keeps_its_random_bits_as_far_as_places_are_even() -> None:
-    """Twenty clients, five a round. A weight that does not move is received as before, moved by as much as its bits
-    were, or a whole step away from that where a threshold lies between: for a share of the weights that is how far the
-    bits were moved, within 5 sigma of the binomial. They move less than at random, a quarter of a cell."""
-    server, state = ServerLink("dq", seed=3), {"w": torch.randn(300, 300, generator=torch.Generator().manual_seed(1))}
-    step = on_ladder(0.8 * float(state["w"].square().mean().sqrt()))
-    clients, held, moves = {name: ClientLink() for name in range(20)}, {}, []
-    for number in range(1, 25):
-        state = {"w": state["w"].clone()}
-        state["w"][0, 0] += 1e-3  # another model, all but the same
-        cohort = torch.randperm(20, generator=torch.Generator().manual_seed(number))[:5].tolist()
-        for name, message in server.broadcast(state, cohort).items():
-            assert server.round is not None and sorted(server.round.places.values()) == [0, 1, 2, 3, 4]
-            now = clients[name].receive(message)
-            server.receive(name, clients[name].reply(now))
-            position = server.round.entry.position(server.seed, server.round.places[name])
-            if name in held:
-                moved, change = apart(position, held[name][0]) / 2**32, (now["w"] - held[name][1]).abs() / step
-                share = float((change > 0.5).double().mean())
-                assert abs(share - moved) <= 5 * math.sqrt(moved * (1 - moved) / 90_000) + 2 / 90_000
-                moves.append(moved)
-            held[name] = position, now["w"]
-    assert len(moves) > 80 and statistics.mean(moves) < 0.15
-
-
-@pytest.mark.parametrize("clients", [1, 5])
-def test_the_error_of_the_mean_is_new_in_every_round(clients: int) -> None:
-    """Else training would settle beside the optimum by that error. The mean over R rounds of R independent errors, each
-    uniform in +-step/(2M), has variance step^2 / (12 M^2 R); the same error in every round would have R times that. Its
-    expectation over the turns is exact for every weight; with a turn shared by all weights it varies by about a half,
-    so 3 tells it from 40 by far."""
-    rounds, g = 40, torch.Generator().manual_seed(2)
-    server, w = ServerLink("dq", seed=4), torch.randn(100, 300, generator=g)
-    total = torch.zeros(100, 300, dtype=torch.float64)
-    for number in range(rounds):
-        w[0, 0] = float(number)  # another model, all but the same
-        server.open({"w": w.clone()}, list(range(clients)))
-        assert server.round is not None
-        step = on_ladder(WIRES["dq"].kappa_down_for(clients) * float(w.square().mean().sqrt()))
-        total += (sum(server.round.sent(c)["w"].double() for c in range(clients)) / clients - w) / step
-        for c in range(clients):
-            server.confirm(c)
-    variance = float((total / rounds)[1:].square().mean())
-    assert variance < 3 / (12 * clients**2 * rounds)
 
 
 @pytest.mark.parametrize("wire", ["dq", "fp8"])

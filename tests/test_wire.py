@@ -345,11 +345,10 @@ def test_version_2_is_lossless_property(
     change: bool,
     seed: int,
 ) -> None:
-    place, turn = data.draw(st.integers(0, strata - 1)), data.draw(st.just(0) | st.integers(0, 2**32 - 1))
+    place = data.draw(st.integers(0, strata - 1))
     new = one_weight(torch.tensor(values, dtype=torch.float32), 1.0)
     given = [one_weight(torch.tensor(references[40 * i :][: len(values)]), 1.0) for i in range(count)]
-    where = {"place": place, "strata": strata, "turn": turn, "change": change}
-    q = quantize_state(new, seed=seed, rounding="dithered", step=0.1, **where)  # type: ignore[arg-type]
+    q = quantize_state(new, seed=seed, rounding="dithered", step=0.1, place=place, strata=strata, change=change)
     payload = wire.encode(q, references=given)
     assert_same(wire.decode(payload, q.layout, references=given), q)
     assert len(payload) <= len(wire.encode(q, lossless=False)) + 3 + 8 * count
@@ -365,15 +364,13 @@ def test_what_version_1_can_say_is_said_in_version_1() -> None:
         ({"strata": 2}, 2),
         ({"change": True}, 2),
         ({"place": 255, "strata": 256}, 2),
-        ({"turn": 1}, 2),
-        ({"place": 1, "strata": 2, "turn": 2**32 - 1}, 2),
     ):
         q = quantize_state(state, seed=1, rounding="dithered", step=0.3, **where)  # type: ignore[arg-type]
         payload = wire.encode(q)
         head = wire.header(payload)
         assert head.version == version
-        assert head.size == (22 if version == 1 else 29 if q.turn else 25)
-        assert (head.place, head.strata, head.turn, head.change) == (q.place, q.strata, q.turn, q.change)
+        assert head.size == (22 if version == 1 else 25)
+        assert (head.place, head.strata, head.change) == (q.place, q.strata, q.change)
         assert_same(wire.decode(payload, q.layout), q)
 
 
@@ -415,7 +412,7 @@ def test_more_than_three_references_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["none", "nearest", "stochastic"])
-@pytest.mark.parametrize("where", [{"strata": 2}, {"place": 1}, {"turn": 1}, {"change": True}])
+@pytest.mark.parametrize("where", [{"strata": 2}, {"place": 1}, {"change": True}])
 def test_strata_and_changes_belong_to_dither(rounding: str, where: dict[str, int]) -> None:
     state = small_state(small_model())
     with pytest.raises(QuantizationError, match="dithered"):

@@ -48,11 +48,6 @@ def payload_mix() -> bytes:
     return wire.encode(q, references=(REFERENCE, SECOND))
 
 
-def payload_turn() -> bytes:
-    q = quantize_state(small_state(LAYOUT, 1, 0.05), seed=5, rounding="dithered", step=0.3, strata=5, turn=2**31 + 7)
-    return wire.encode(q, reference=REFERENCE)
-
-
 MIX_AT = 25 + 2 * 8 + 4 + 4 + 8 + 3 * 4 + 2  # of the coefficients: header, alpha, beta, an int64, steps; mode, length
 
 
@@ -63,7 +58,6 @@ PAYLOADS = {
     "dithered": payload_of("dithered"),
     "raw": payload_of("dithered", lossless=False),
     "layout": payload_of("stochastic", with_layout=True),
-    "turn": payload_turn(),
     "two": payload_2(),
     "mix": payload_mix(),
     "two raw": payload_2(lossless=False),
@@ -190,8 +184,7 @@ def test_header_fields_are_named(at: int, value: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "words"),
     [
-        (5, 0x1A, "layout fingerprint"),  # with a turn, four bytes of which were something else
-        (5, 0x2A, "flags"),
+        (5, 0x1A, "flags"),
         (5, 0x8A, "flags"),
         (5, 0x0E, "layout section"),
         (6, 4, "rounding is 4"),
@@ -214,16 +207,6 @@ def test_header_fields_of_version_2_are_named(at: int, value: int, words: str) -
         body[at] = value
 
     refused(resealed(payload, change), words)
-
-
-def test_a_turn_of_0_is_not_sent() -> None:
-    payload = PAYLOADS["turn"]
-    assert wire.header(payload).turn == 2**31 + 7
-
-    def change(body: bytearray) -> None:
-        body[9:13] = bytes(4)
-
-    refused(resealed(payload, change), "turn is 0")
 
 
 def test_version_2_without_what_is_new_decodes_too() -> None:

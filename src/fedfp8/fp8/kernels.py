@@ -14,8 +14,7 @@ version in `eager.py`. Only sums may be taken in another order (`plus`).
 
 The random bits: a Weyl sequence in the index, then two rounds of multiply and xorshift, a 32-bit key before each;
 a bijection of the index. Read as a signed number h they are the noise of stochastic rounding, h / 2**32 of a step;
-dither has u = 1/2 + floor(h / 2**9) / 2**23, after place / strata of 2**32 and a turn have been added to h modulo
-2**32.
+dither has u = 1/2 + floor(h / 2**9) / 2**23, after a turn (place / strata of 2**32) has been added to h modulo 2**32.
 """
 
 import numpy as np

@@ -18,7 +18,7 @@ from fedfp8.errors import QuantizationError
 
 __all__ = ["STRATA_MAX", "WEYL", "Keys", "dither_keys", "random_keys", "run"]
 
-Keys = tuple[np.uint32, ...]  # two of the hash, and for dither what is added to it
+Keys = tuple[np.uint32, ...]  # two of the hash, and for dither the turn
 STRATA_MAX = 256
 WEYL = 0x9E3779B9  # 2**32 / golden ratio, odd: without it elements 16, 1024, 4096 apart were visibly dependent
 SMALLEST_PIECE = 1 << 17  # below this a thread costs more than it saves
@@ -37,15 +37,13 @@ def random_keys(seed: int) -> Keys:
 
 
 @lru_cache(maxsize=4096)
-def dither_keys(seed: int, place: int = 0, strata: int = 1, turn: int = 0) -> Keys:
-    """The keys of `dither`: those of the seed, and what is added to the hash: place / strata of a cell and the turn."""
+def dither_keys(seed: int, place: int = 0, strata: int = 1) -> Keys:
+    """The keys of `dither`: those of the seed, and the turn, place / strata of a cell, that is added to the hash."""
     if not (1 <= index(strata) <= STRATA_MAX and 0 <= index(place) < strata):
         raise QuantizationError(
             f"place {place} of {strata} strata; strata go from 1 to {STRATA_MAX} and places from 0 to strata - 1"
         )
-    if not 0 <= index(turn) < 2**32:
-        raise QuantizationError(f"turn is {turn}; it goes from 0 to 2**32 - 1, which is a whole cell")
-    return *random_keys(seed), np.uint32((place * (2**32 // strata) + turn) % 2**32)
+    return *random_keys(seed), np.uint32(place * (2**32 // strata))
 
 
 def _pieces(n: int) -> list[tuple[int, int]]:

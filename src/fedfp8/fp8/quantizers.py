@@ -110,20 +110,19 @@ def from_codes(codes: torch.Tensor, alpha: Alpha, format: Format = E4M3, *, name
 
 
 def dither(
-    x: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, turn: int = 0, name: str | None = None
+    x: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
 ) -> torch.Tensor:
-    """int32 k = floor(x / step + u) on the uniform grid, u random by (seed, flat index), moved by place / strata.
+    """int32 k = floor(x / step + u) on the uniform grid, u random by (seed, flat index), turned by place / strata.
 
     ``undither(k, step, seed=seed)`` then errs by a uniform variable in (-step/2, step/2) that does not depend on x, up
     to float32 rounding of 2**-21 * |x|. |x| / step above 2**20 is refused: the random bits would be lost in float32.
 
     Senders of the same seed with a place each (0 <= place < strata <= 256) have errors that are evenly spaced: each
-    alone is as uniform as ever, and the mean of all places lies within step / (2 * strata) of x. turn moves u by
-    turn / 2**32 more, for all places alike: a random one makes errors of the same seed new.
+    alone is as uniform as ever, and the mean of all places lies within step / (2 * strata) of x.
     """
     check_float(x, name)
     step = _step_value(step, name)
-    per_step, keys = np.float32(1.0 / step), dither_keys(seed, place, strata, turn)
+    per_step, keys = np.float32(1.0 / step), dither_keys(seed, place, strata)
     if has_kernel(x):
         from fedfp8.fp8 import kernels
 
@@ -144,14 +143,14 @@ def dither(
 
 
 def undither(
-    k: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, turn: int = 0, name: str | None = None
+    k: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
 ) -> torch.Tensor:
-    """float32 step * (k + 1/2 - u) with the random bits `dither` used: the same seed, place, strata and turn."""
+    """float32 step * (k + 1/2 - u) with the random bits `dither` used: the same seed, place and strata."""
     if k.dtype != torch.int32:
         raise QuantizationError(
             f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns"
         )
-    step, keys = _step_value(step, name), dither_keys(seed, place, strata, turn)
+    step, keys = _step_value(step, name), dither_keys(seed, place, strata)
     if not has_kernel(k, torch.int32):
         ordered, restore = flat(k)
         return restore(eager.undither(ordered, step, keys))
@@ -160,12 +159,12 @@ def undither(
     return through(kernels.undither, k, torch.float32, (np.float32(step),), keys)[0]
 
 
-def hash_uniform(seed: int, n: int, *, place: int = 0, strata: int = 1, turn: int = 0) -> torch.Tensor:
+def hash_uniform(seed: int, n: int, *, place: int = 0, strata: int = 1) -> torch.Tensor:
     """The random bits of elements 0 .. n-1 as float32 in [0, 1)."""
     from fedfp8.fp8 import kernels
 
     out = torch.empty(n, dtype=torch.float32)
-    run(kernels.uniforms, (out.numpy(),), (), dither_keys(seed, place, strata, turn))
+    run(kernels.uniforms, (out.numpy(),), (), dither_keys(seed, place, strata))
     return out
 
 

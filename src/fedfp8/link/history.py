@@ -15,13 +15,10 @@ from pathlib import Path
 
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
-from fedfp8.link.wire import Wire, on_ladder, steps_of
+from fedfp8.link.wire import Wire, steps_of
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
-from fedfp8.rng import derive_seed
 
-__all__ = ["Entry", "History", "apart", "quantize_down"]
-
-CELL = 2**32
+__all__ = ["Entry", "History", "quantize_down"]
 
 
 @dataclass(frozen=True)
@@ -33,33 +30,18 @@ class Entry:
     cohort: int  # clients it was sent to: their number decides the steps
     strata: int
 
-    def turn(self, root: int) -> int:
-        """Of the random bits, drawn for the round, within one place: the mean error of a cohort is new in every round,
-        and a client that keeps its place keeps nearly all of its own."""
-        return derive_seed(root, "turn", self.number) % (CELL // self.strata)
-
-    def position(self, root: int, place: int) -> int:
-        """Of a client's random bits in the cell, in 2**32nds."""
-        return place * (CELL // self.strata) + self.turn(root)
-
-
-def apart(a: int, b: int) -> int:
-    """How far two positions are from each other, on the circle of a cell."""
-    return min((a - b) % CELL, (b - a) % CELL)
-
 
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    seed = wire.seed_down(root, entry.number)
-    if not wire.has_places:
-        return quantize_state(state, seed=seed, rounding=wire.down)
-    steps = steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in)
-    assert steps is not None
     return quantize_state(
-        state, seed=seed, rounding=wire.down, step={name: on_ladder(step) for name, step in steps.items()},
-        place=place, strata=entry.strata, turn=entry.turn(root),
-    )  # fmt: skip
+        state,
+        seed=wire.seed_down(root, entry.number),
+        rounding=wire.down,
+        step=steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
+        place=place if wire.has_places else 0,
+        strata=entry.strata if wire.has_places else 1,
+    )
 
 
 class History:

@@ -12,7 +12,6 @@ reply that cannot be used raises an error that names the client and changes noth
 import json
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 
 from fedfp8.errors import Fedfp8Error, QuantizationError, RunError
 from fedfp8.link.arrays import Arrays, Frame, state_of_arrays, tensors_of
-from fedfp8.link.history import Entry, History, apart
+from fedfp8.link.history import Entry, History
 from fedfp8.link.round import Client, Round
 from fedfp8.link.wire import Wire, wire_named
 from fedfp8.model.layout import Layout
@@ -124,19 +123,19 @@ class ServerLink:
             wires = {client: self._wire(client) if callable(self._wire) else self._wire for client in cohort}
             size = max(expected, len(cohort))
             entry = self._entry(model, max(wire.places(size) for wire in set(wires.values())), size)
-            order = torch.randperm(len(cohort), generator=generator(self.seed, "places", self.opened)).tolist()
-            places = self._deal([cohort[i] for i in order], entry, {})
-            self.round = Round(self, entry, self.opened, wires, {client: places[client] for client in cohort}, size)
+            self.round = Round(self, entry, self.opened, wires, self._deal(cohort, entry), size)
             self.traffic.append({"round": self.opened} | self.round.traffic)
             return self.round
 
     def join(self, client: Client) -> None:
-        """One more client for the open round, where clients come and ask for their model."""
+        """One more client for the open round, where clients come and ask for their model. Places go around in turn."""
         with self._lock:
             round = self._current()
             if client not in round.wires:
                 round.wires[client] = self._wire(client) if callable(self._wire) else self._wire
-                self._deal([client], round.entry, round.places)
+                turn = len(round.places) % round.entry.strata
+                number, place = self.held.get(client, (0, 0))
+                round.places[client] = place if number == round.entry.number else turn  # the very model: its place too
 
     def message(self, client: Client) -> bytes:
         """What to send to one client of the open round."""
@@ -189,25 +188,12 @@ class ServerLink:
         self.number += 1
         return self.history.add(self.number, model, cohort, strata)
 
-    def _deal(self, order: list[Client], entry: Entry, places: dict[Client, int]) -> dict[Client, int]:
-        """Places for these clients beside those that have one: evenly, and near the ones they had.
-
-        A client whose random bits stay gets most of the same integers again. Who holds this very model keeps its place.
-        """
-        taken, held = Counter(places.values()), {client: self.usable(client) for client in order}
-        positions = [entry.position(self.seed, place) for place in range(entry.strata)]
-        for client in sorted(order, key=lambda client: held[client] is None):
-            number, place = held[client] or (0, 0)
-            if number != entry.number:
-                fewest = min(taken[p] for p in range(entry.strata))
-                free = [p for p in range(entry.strata) if taken[p] == fewest]
-                old = positions[free[self.opened % len(free)]]
-                if number:
-                    old = self.history.entries[number].position(self.seed, place)
-                place = min(free, key=lambda p: apart(positions[p], old))
-            places[client] = place
-            taken[place] += 1
-        return places
+    def _deal(self, cohort: list[Client], entry: Entry) -> dict[Client, int]:
+        """Places, dealt evenly in an order drawn for the round; who holds this very model keeps its place."""
+        order = torch.randperm(len(cohort), generator=generator(self.seed, "places", self.opened)).tolist()
+        places = {client: turn % entry.strata for client, turn in zip(cohort, order, strict=True)}
+        kept = {c: place for c in cohort for n, place in [self.held.get(c, (0, 0))] if n == entry.number}
+        return places | kept
 
     # Tensors
 

@@ -66,8 +66,7 @@ def pack_message(q: QuantState) -> bytes:
         parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     meta = {
         "layout": q.layout.to_bytes().decode(), "rounding": q.rounding, "seed": q.seed, "place": q.place,
-        "strata": q.strata, "turn": q.turn, "steps": {n: s.hex() for n, s in q.steps.items()}, "rest": list(q.rest),
-        "dtypes": widths,
+        "strata": q.strata, "steps": {n: s.hex() for n, s in q.steps.items()}, "rest": list(q.rest), "dtypes": widths,
     }  # fmt: skip
     text = json.dumps(meta, separators=(",", ":")).encode()
     head = len(text).to_bytes(4, "little") + text
@@ -97,8 +96,7 @@ def unpack_message(data: bytes) -> QuantState:
     meta = json.loads(bytes(body[4:position]))
     layout, rest = Layout.from_bytes(meta["layout"].encode()), set(meta["rest"])
     steps = {name: float.fromhex(step) for name, step in meta["steps"].items()}
-    draw = {name: meta[name] for name in ("seed", "place", "strata", "turn")}
-    q = QuantState(layout, meta["rounding"], steps=steps, **draw)
+    q = QuantState(layout, meta["rounding"], meta["seed"], steps=steps, place=meta["place"], strata=meta["strata"])
     for spec, name in zip(layout, meta["dtypes"], strict=True):
         dtype = getattr(torch, name)
         end = position + spec.size * dtype.itemsize

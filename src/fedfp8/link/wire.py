@@ -30,7 +30,6 @@ from fedfp8.rng import derive_seed
 __all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
-LADDER = 1.0, 2**0.25, 2**0.5, 2**0.75  # of the steps of models
 LOWEST = 1 / 8  # the share of kappa that vectors get
 KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 20 / 3, 5  # cohorts from which on a client's steps are the full ones
 
@@ -93,8 +92,7 @@ class Wire:
         return float(np.float32(self.kappa_up * min(1.0, cohort / KAPPA_UP_CLIENTS)))
 
     def seed_down(self, root: int, number: int) -> int:
-        """On a uniform grid the bits stay, and a round turns them a little: a weight that stays is the same integer."""
-        return derive_seed(root, "down", self.name) if self.has_places else derive_seed(root, "down", number, self.name)
+        return derive_seed(root, "down", number, self.name)
 
     def seed_up(self, root: int, round: int, client: str | int) -> int:
         """Clients that share a cell's places share the bits; stochastic rounding draws for each client anew."""
@@ -135,14 +133,6 @@ def fan_in_factor(shape: tuple[int, ...], fan_in: float) -> float:
         return 1.0
     inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
     return min(1.0, max(LOWEST, math.sqrt(inputs / fan_in)))
-
-
-def on_ladder(step: float) -> float:
-    """The nearest power of 2**(1/4): only on the same grid as before is a weight that stays the same integer."""
-    if not math.isfinite(step):  # whoever quantizes says which tensor it is
-        return step
-    rung = round(4 * math.log2(step))
-    return max(math.ldexp(LADDER[rung % 4], rung // 4), STEP_MIN)
 
 
 def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mapping[str, float] | None:

@@ -25,12 +25,11 @@ __all__ = ["ROUNDINGS", "Draw", "Rounding", "rounding_of"]
 
 @dataclass(frozen=True)
 class Draw:
-    """The random bits of one tensor of a message: a seed, the sender's place among those that share it, and a turn."""
+    """The random bits of one tensor of a message: a seed, and the sender's place among those that share it."""
 
     seed: int
     place: int = 0
     strata: int = 1
-    turn: int = 0
 
 
 Item = tuple[TensorSpec, torch.Tensor, torch.Tensor | None, float, Draw]  # a tensor: what its (de)quantizing takes
@@ -92,18 +91,14 @@ class Dithered(Rounding):
     ) -> torch.Tensor:
         if not step:
             return torch.zeros(spec.size, dtype=torch.int32)
-        return dither(
-            values, step, seed=draw.seed, place=draw.place, strata=draw.strata, turn=draw.turn, name=spec.name
-        )
+        return dither(values, step, seed=draw.seed, place=draw.place, strata=draw.strata, name=spec.name)
 
     def dequantize(
         self, spec: TensorSpec, codes: torch.Tensor, alpha: torch.Tensor | None, step: float, draw: Draw
     ) -> torch.Tensor:
         if not step:
             return torch.zeros(spec.size)
-        return undither(
-            codes, step, seed=draw.seed, place=draw.place, strata=draw.strata, turn=draw.turn, name=spec.name
-        )
+        return undither(codes, step, seed=draw.seed, place=draw.place, strata=draw.strata, name=spec.name)
 
     def quantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
         return _together(self.quantize, dither_many, batch)
@@ -120,7 +115,7 @@ def _together(
     found: list[torch.Tensor] = []
     if len(live) > 1 and all(has_kernel(tensor, tensor.dtype) for tensor, _, _ in live):
         tensors, steps, draws = zip(*live, strict=True)
-        found = many(tensors, steps, [dither_keys(d.seed, d.place, d.strata, d.turn) for d in draws])
+        found = many(tensors, steps, [dither_keys(draw.seed, draw.place, draw.strata) for draw in draws])
     done = iter(found)
     return [next(done) if found and item[3] else one(*item) for item in batch]
 

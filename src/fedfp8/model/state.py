@@ -4,7 +4,7 @@
 `QuantState`, integers and a few floats, by one of the roundings of `rounding.py`; `dequantize_state` gives the values
 the receiver works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
 
-Every tensor of a message has random bits of its own, by the message's seed or, where that stays, by its turn.
+Every message has its own seed and every tensor its own random bits, so rounding errors are independent.
 """
 
 import hashlib
@@ -110,7 +110,6 @@ class QuantState:
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
     place: int = 0  # of the sender among the `strata` of a cohort that shares its random bits (dithered only)
     strata: int = 1
-    turn: int = 0  # of all places alike, in 2**32nds of a cell (dithered only)
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
 
     def batches(self) -> Iterator[Sequence[tuple[int, TensorSpec]]]:
@@ -126,7 +125,7 @@ class QuantState:
 
     def draw(self, index: int) -> Draw:
         """The random bits of tensor `index`."""
-        return Draw(tensor_seed(self.seed, index), self.place, self.strata, self.turn)
+        return Draw(tensor_seed(self.seed, index), self.place, self.strata)
 
 
 @lru_cache(maxsize=4096)
@@ -145,13 +144,12 @@ def quantize_state(
     reference: State | None = None,
     place: int = 0,
     strata: int = 1,
-    turn: int = 0,
     change: bool = False,
 ) -> QuantState:
     """Quantize a whole state.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
-    ``step_of="update"``, or a mapping name -> absolute step. place, strata and turn are those of :func:`fedfp8.dither`.
+    ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
     change: marks `state` as one of differences; nothing is subtracted here.
     """
     if rounding not in ROUNDINGS:
@@ -161,13 +159,12 @@ def quantize_state(
         raise QuantizationError(
             f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
         )
-    if not rule.has_steps and (place, strata, turn, change) != (0, 1, 0, False):
+    if not rule.has_steps and (place, strata, change) != (0, 1, False):
         raise QuantizationError(
-            f"place={place}, strata={strata}, turn={turn}, change={change} with rounding={rounding!r}; they belong to "
-            "'dithered'"
+            f"place={place}, strata={strata}, change={change} with rounding={rounding!r}; they belong to 'dithered'"
         )
-    dither_keys(seed, place, strata, turn)  # refuses places that do not exist, even where every tensor is zero
-    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, turn=turn, change=change)
+    dither_keys(seed, place, strata)  # refuses places that do not exist, even where every tensor is zero
+    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change)
     q.rest.update({spec.name: state[spec.name] for spec in state.layout if spec.kind not in rule.kinds})
     for batch in q.batches():
         if rule.has_steps:

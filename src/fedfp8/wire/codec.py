@@ -78,7 +78,6 @@ class Plan:
     references: tuple[Reference, ...]
     place: int = 0
     strata: int = 1
-    turn: int = 0
     version: int = 1  # of the format, as far as the sender's choices go
 
     @property
@@ -88,7 +87,7 @@ class Plan:
     @property
     def keys(self) -> Keys:
         """Of the random bits."""
-        return dither_keys(self.seed, self.place, self.strata, self.turn) if self.dithered else random_keys(self.seed)
+        return dither_keys(self.seed, self.place, self.strata) if self.dithered else random_keys(self.seed)
 
     @property
     def format(self) -> Format | None:
@@ -125,7 +124,7 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
             for state in references
         )
         seed, random = tensor_seed(q.seed, index), rule.is_random
-        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, q.turn, version)
+        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, version)
 
 
 def mode_name(mode: int, references: int = 1) -> str:

@@ -1,8 +1,8 @@
 """The outside of a payload: header, optional layout section, checksum, and a reader that never runs past the end.
 
     version 1   magic "fp8w" | 1 | flags | layout fingerprint | seed | [reference fingerprint]
-    version 2   magic "fp8w" | 2 | flags | rounding | place | strata - 1 | [turn] | layout fingerprint | seed |
-                reference fingerprints, 0 to 3
+    version 2   magic "fp8w" | 2 | flags | rounding | place | strata - 1 | layout fingerprint | seed | reference
+                fingerprints, 0 to 3
     then        [layout] | body | checksum
 
 A message is of version 1 unless it needs something that only version 2 has (`version_of`). Integers are little-endian.
@@ -39,11 +39,10 @@ __all__ = [
 MAGIC = b"fp8w"
 VERSION = 2  # the newest
 FINGERPRINT = 8
-TURN = 4
 CHECKSUM = 8  # bytes; the last ones of a payload
 REFERENCES = 3  # at most, in a message
 HAS_REFERENCE, HAS_LAYOUT = 1, 2  # flags of version 1; bits 2 and 3 are the rounding, the others must be 0
-HAS_LAYOUT_2, IS_CHANGE, HAS_TURN = 4, 8, 16  # flags of version 2; bits 0 and 1 count the references, 5 to 7 are 0
+HAS_LAYOUT_2, IS_CHANGE = 4, 8  # flags of version 2; bits 0 and 1 count the references, the others must be 0
 LAYOUT_LIMIT = 1 << 24  # bytes of a layout once decompressed: far above any model, far below harm
 AGAIN = "the message is damaged or cut short: ask the sender for it again"
 
@@ -61,7 +60,6 @@ class Header:
     place: int = 0
     strata: int = 1
     change: bool = False
-    turn: int = 0
 
     @property
     def reference_fingerprint(self) -> bytes | None:
@@ -70,8 +68,7 @@ class Header:
 
     @property
     def size(self) -> int:
-        start = 6 if self.version == 1 else 13 if self.turn else 9
-        return start + FINGERPRINT * (2 + len(self.reference_fingerprints))
+        return (6 if self.version == 1 else 9) + FINGERPRINT * (2 + len(self.reference_fingerprints))
 
 
 class Reader:
@@ -120,20 +117,19 @@ def varint(value: int) -> bytes:
 
 def version_of(q: QuantState, references: int) -> int:
     """Of a message of `q` that is coded given this many references."""
-    return 2 if q.strata > 1 or q.turn or q.change or references > 1 else 1
+    return 2 if q.strata > 1 or q.change or references > 1 else 1
 
 
 def write_header(q: QuantState, references: Sequence[bytes], with_layout: bool) -> bytes:
     if not 0 <= q.seed < 2**63:
         raise WireFormatError(f"seed is {q.seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
-    _check_place(q.rounding, q.place, q.strata, q.turn, q.change, "use quantize_state")
+    _check_place(q.rounding, q.place, q.strata, q.change, "use quantize_state")
     rounding, count = ROUNDINGS[q.rounding].number, len(references)
     if version_of(q, count) == 1:
         start = bytes([1, count * HAS_REFERENCE | with_layout * HAS_LAYOUT | rounding << 2])
     else:
-        flags = count | with_layout * HAS_LAYOUT_2 | q.change * IS_CHANGE | (q.turn > 0) * HAS_TURN
-        turn = q.turn.to_bytes(TURN, "little") if q.turn else b""
-        start = bytes([2, flags, rounding, q.place, q.strata - 1]) + turn
+        flags = count | with_layout * HAS_LAYOUT_2 | q.change * IS_CHANGE
+        start = bytes([2, flags, rounding, q.place, q.strata - 1])
     head = b"".join([MAGIC, start, q.layout.fingerprint, q.seed.to_bytes(8, "little"), *references])
     if not with_layout:
         return head
@@ -141,12 +137,12 @@ def write_header(q: QuantState, references: Sequence[bytes], with_layout: bool) 
     return head + varint(len(packed)) + packed
 
 
-def _check_place(rounding: str, place: int, strata: int, turn: int, change: bool, advice: str) -> None:
+def _check_place(rounding: str, place: int, strata: int, change: bool, advice: str) -> None:
     if not (1 <= strata <= STRATA_MAX and 0 <= place < strata):
         raise WireFormatError(f"place {place} of {strata} strata; places go from 0 to strata - 1; {advice}")
-    if not ROUNDINGS[rounding].has_steps and (strata > 1 or turn or change):
+    if not ROUNDINGS[rounding].has_steps and (strata > 1 or change):
         raise WireFormatError(
-            f"strata {strata}, turn {turn}, change {change} with rounding {rounding}; only dithered has them; {advice}"
+            f"strata {strata}, change {change} with rounding {rounding}; only dithered has them; {advice}"
         )
 
 
@@ -168,28 +164,24 @@ def header(payload: bytes) -> Header:
         raise WireFormatError(
             f"payload version is {version}; this fedfp8 reads versions 1 and {VERSION}: update the older side"
         )
-    if flags >> 3 + version:
-        raise WireFormatError(
-            f"flags are {flags:#04x}; bits {3 + version} to 7 must be 0 in version {version}; {AGAIN}"
-        )
-    place, strata, turn, change = 0, 1, 0, False
+    if flags >> 4:
+        raise WireFormatError(f"flags are {flags:#04x}; bits 4 to 7 must be 0 in version {version}; {AGAIN}")
+    place, strata, change = 0, 1, False
     if version == 1:
         rounding, references, has_layout = flags >> 2, flags & HAS_REFERENCE, bool(flags & HAS_LAYOUT)
     else:
         rounding, place, more = r.take(3, "rounding, place and strata")
         strata, references = more + 1, flags & 3
         has_layout, change = bool(flags & HAS_LAYOUT_2), bool(flags & IS_CHANGE)
-        if flags & HAS_TURN and not (turn := int.from_bytes(r.take(TURN, "turn"), "little")):
-            raise WireFormatError(f"the turn is 0, which is not sent; {AGAIN}")
         if rounding >= len(ROUNDINGS):
             raise WireFormatError(f"rounding is {rounding}; version {version} has 0 to {len(ROUNDINGS) - 1}; {AGAIN}")
-        _check_place(rounding_of(rounding).name, place, strata, turn, change, AGAIN)
+        _check_place(rounding_of(rounding).name, place, strata, change, AGAIN)
     layout = bytes(r.take(FINGERPRINT, "layout fingerprint"))
     seed = int.from_bytes(r.take(8, "seed"), "little")
     if seed >> 63:
         raise WireFormatError(f"seed is {seed}, above 63 bits; {AGAIN}")
     named = tuple(bytes(r.take(FINGERPRINT, "reference fingerprint")) for _ in range(references))
-    return Header(version, rounding_of(rounding).name, seed, layout, named, has_layout, place, strata, change, turn)
+    return Header(version, rounding_of(rounding).name, seed, layout, named, has_layout, place, strata, change)
 
 
 def verified(payload: bytes) -> tuple[Header, Reader]:

@@ -98,9 +98,7 @@ def decode(
 
 def read_plain(head: Header, layout: Layout, reader: Reader) -> QuantState:
     """Everything before the coded tensors: ranges, other tensors that travel as they are, and steps."""
-    q = QuantState(
-        layout, head.rounding, head.seed, place=head.place, strata=head.strata, turn=head.turn, change=head.change
-    )
+    q = QuantState(layout, head.rounding, head.seed, place=head.place, strata=head.strata, change=head.change)
     for spec in layout:
         if spec.kind not in ROUNDINGS[head.rounding].kinds:
             q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(layout, head.rounding, spec))
