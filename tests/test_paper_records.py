@@ -180,6 +180,16 @@ def test_runs_of_other_settings_are_never_seeds_of_each_other(tmp_path: Path) ->
     assert names[3:5] == ["FP8FedAvg-DQ (ours), dq.kappa_up=16", "FP8FedAvg-DQ (ours), dq.kappa_up=4"]
 
 
+def test_settings_that_do_not_touch_a_run_do_not_keep_seeds_apart(tmp_path: Path) -> None:
+    """FP32 knows no kappa, and what is evaluated besides changes no model."""
+    write_run(tmp_path, "fp32", 0, [0.7], 400, dq__kappa_down=0.3, round__eval_sent=False)
+    write_run(tmp_path, "fp32", 1, [0.7], 400)
+    config = tmp_path / "lenet-cifar10-iid/fp32-seed0/config.toml"  # of a version that had no tasks
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("task")))
+    (one,) = variants(find_runs(tmp_path))
+    assert one.label == "fp32" and [run.seed for run in one.runs] == [0, 1]
+
+
 def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -> None:
     write_run(tmp_path, "dq", 0, [0.7], 20)
     write_run(tmp_path, "dq", 0, [0.7], 10, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)

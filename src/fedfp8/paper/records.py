@@ -191,8 +191,8 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """``section.field`` -> value of all that makes two runs comparable as seeds of each other.
 
-        Not the seed, not the folder of the data, and not the number of rounds where the learning rate does not depend
-        on it: such a run may be continued any time.
+        Not the seed, not the folder of the data, not what is only looked at, not settings of a method that is not run,
+        and not the number of rounds where the learning rate does not depend on it: such a run may be continued.
         """
         flat: dict[str, Any] = {}
         for name, content in self.config.items():
@@ -200,7 +200,11 @@ class RunRecord:
                 flat |= {f"{name}.{key}": value for key, value in content.items()}
             else:
                 flat[name] = content
-        free = {"preset", "method", "name", "seed", "data.dir", "round.keep_payloads"}
+        free = {"preset", "method", "name", "seed", "data.dir", "round.keep_payloads", "round.eval_sent"}
+        if not flat.get("task"):  # empty, or of a version that had none
+            free.add("task")
+        if "dithered" not in (flat.get("up.rounding"), flat.get("down.rounding")):
+            free |= {key for key in flat if key.startswith("dq.")}
         if flat.get("local.schedule") == "constant":
             free.add("round.count")
         return {key: value for key, value in flat.items() if key not in free}
