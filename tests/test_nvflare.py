@@ -256,8 +256,8 @@ def test_a_lost_reference_is_healed_within_the_task(fed: Federation, logged: pyt
 
 
 def test_a_client_that_is_killed_in_its_task_heals_too(fed: Federation) -> None:
-    """It holds the new model, the server counts on the old one, the task is sent again. (FLARE's simulator ends the run
-    when a client's process dies, so that this cannot be seen there.)"""
+    """It holds the new model besides the one that the server counts on, and the task is sent again. (FLARE's simulator
+    ends the run when a client's process dies, so that this cannot be seen there.)"""
     start = model()
     fed.update("site-1", fed.reply("site-1", moved(fed.receive("site-1", fed.message("site-1", start)))))
     second = moved(start)
@@ -266,7 +266,7 @@ def test_a_client_that_is_killed_in_its_task_heals_too(fed: Federation) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     fed.restart("site-1")
     received = fed.receive("site-1", fed.message("site-1", second, round=1))
-    assert fed.rows[-1]["resent"].keys() == {"site-1"}
+    assert not fed.rows[-1]["resent"]
     assert fed.update("site-1", fed.reply("site-1", moved(received))).data["steps"] == 5
 
 

@@ -30,7 +30,7 @@ class Assignment:
     client: int
     payload: bytes
     orders: Orders
-    held: tuple[Entry, int] | None = None  # which model the client has on its disk; only a simulation needs to be told
+    held: tuple[tuple[Entry, int], ...] = ()  # which models the client has on its disk; only a simulation must be told
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Reply:
 class Client:
     """Runs assignments for any client of a federation; keeps one network per format, and the last payload it decoded.
 
-    held: the model that the client of an assignment received last, if it still has it. A payload names its reference,
-    so equal bytes are an equal model: clients that are sent the same decode it once.
+    held: the models that the client of an assignment received and still has. A payload names its references, so equal
+    bytes are an equal model: clients that are sent the same decode it once.
     """
 
-    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], State | None]) -> None:
+    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], list[State]]) -> None:
         self.config, self.federation, self.held = config, federation, held
         self.networks: dict[str, nn.Module] = {}
         self.start = state_of(self.network(federation.formats[0])) if shares_start(config) else None
@@ -88,8 +88,8 @@ class Client:
             wanted = header(assignment.payload).reference_fingerprints
             start = self.start.with_layout(layout) if self.start is not None else None
             known = [start] if start is not None and start.fingerprint in wanted else []
-            if len(known) < len(wanted) and (held := self.held(assignment)) is not None:
-                known.append(held)
+            if len(known) < len(wanted):
+                known += self.held(assignment)
             message = read_message(assignment.payload, [layout], known)
             self._decoded = format, assignment.payload, message, dequantize_state(message)
         return self._decoded[3]
