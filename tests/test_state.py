@@ -1,5 +1,6 @@
 """Layouts, states, and the lossy step between a state and what is sent."""
 
+import hashlib
 import json
 import math
 
@@ -185,6 +186,40 @@ def test_fingerprint_of_values() -> None:
         tensors[name].view(-1)[-1] += 1
         assert State(LAYOUT, tensors).fingerprint != state().fingerprint, name
     assert state().with_layout(LAYOUT.with_format(E4M3)).fingerprint != state().fingerprint
+
+
+def test_quick_fingerprint() -> None:
+    """Of the bytes of any dtype, also those of a last word that is not full; and of the layout."""
+    specs = [TensorSpec("f", (9,)), *(TensorSpec(f"i{n}", (n,), "uint8", "integer") for n in range(6))]
+    layout = Layout((*specs, TensorSpec("l", (3,), "int64", "integer")))
+    tensors = {s.name: torch.arange(s.size, dtype=getattr(torch, s.dtype)).add(3).view(s.shape) for s in layout}
+    found = {State(layout, tensors).quick_fingerprint}
+    assert State(layout, {n: t.clone() for n, t in tensors.items()}).quick_fingerprint in found
+    for name, tensor in tensors.items():
+        for at in range(tensor.numel()):
+            other = {n: t.clone() for n, t in tensors.items()}
+            other[name][at] += 1
+            found.add(State(layout, other).quick_fingerprint)
+    other = {n: t.flip(0) for n, t in tensors.items()}
+    found.add(State(layout, other).quick_fingerprint)
+    found.add(
+        State(
+            Layout((TensorSpec("g", (9,)), *layout.tensors[1:])),
+            {"g": tensors["f"]} | {n: t for n, t in tensors.items() if n != "f"},
+        ).quick_fingerprint
+    )
+    assert len(found) == 1 + 9 + 15 + 3 + 2
+    one = State(Layout((TensorSpec("f", (2,)),)), {"f": torch.tensor([1.0, -2.0])})
+    sums = sum(_hash(i + 1) * int(np.float32(v).view(np.uint32)) for i, v in enumerate((1.0, -2.0))) % 2**64
+    said = hashlib.blake2b(one.layout.fingerprint + sums.to_bytes(8, "little"), digest_size=8).digest()
+    assert one.quick_fingerprint == said
+
+
+def _hash(index: int) -> int:
+    """As docs/numerics.md has it, with keys of 0."""
+    h = 0x9E3779B9 * index % 2**32
+    h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+    return (h ^ h >> 15) * 0x846CA68B % 2**32
 
 
 # The lossy step

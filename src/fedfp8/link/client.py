@@ -21,7 +21,7 @@ from fedfp8.model.layout import Layout
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
-from fedfp8.wire.container import checked_body
+from fedfp8.wire.container import checked_body, fingerprint_of
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 
@@ -31,7 +31,7 @@ ALWAYS, BELIEVED = 1 << 28, 64  # elements of a model that are believed: so many
 def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:
     """What is in a payload; LostReference if it needs a model that is not among `references`."""
     head = header(payload)
-    held = {state.fingerprint: state for state in references}
+    held = {fingerprint_of(state, head.version): state for state in references if head.reference_fingerprints}
     if missing := [f for f in head.reference_fingerprints if f not in held]:
         raise LostReference(
             f"the model is coded given model {missing[0].hex()}, which this client does not have (any more); ask the "

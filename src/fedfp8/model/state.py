@@ -18,7 +18,7 @@ import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import rms
-from fedfp8.fp8.many import batches, largest_many, rms_many
+from fedfp8.fp8.many import batches, hashed_sum_many, largest_many, rms_many
 from fedfp8.fp8.measure import largest
 from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantizers import STEP_MIN
@@ -70,6 +70,12 @@ class State(Mapping[str, torch.Tensor]):
             digest.update(tensor.view(-1).numpy().data if tensor.numel() else b"")
         return digest.digest()
 
+    @cached_property
+    def quick_fingerprint(self) -> bytes:
+        """The same at the speed of memory: tells models apart that differ by accident, not by design."""
+        sums = hashed_sum_many(list(self.tensors.values())).astype("<u8", copy=False)
+        return hashlib.blake2b(self.layout.fingerprint + sums.tobytes(), digest_size=8).digest()
+
     def rms(self, name: str) -> float:
         """Root mean square of a tensor; computed once, since every message given this state asks for it."""
         if not self._rms:
@@ -95,7 +101,7 @@ class State(Mapping[str, torch.Tensor]):
 
     def with_layout(self, layout: Layout) -> "State":
         """The same tensors under a layout that differs in formats only."""
-        return self if layout is self.layout else State(layout, self.tensors)
+        return self if layout.fingerprint == self.layout.fingerprint else State(layout, self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
