@@ -37,7 +37,9 @@ def _curve() -> np.ndarray:
 
 def _segments(curve: np.ndarray) -> np.ndarray:
     """The segment that the first of 2**20 slots lies in."""
-    return np.searchsorted(curve, np.arange(1024, dtype=np.uint64) << np.uint64(20), side="right").astype(np.uint8) - U8(1)
+    return np.searchsorted(curve, np.arange(1024, dtype=np.uint64) << np.uint64(20), side="right").astype(
+        np.uint8
+    ) - U8(1)
 
 
 CURVE = _curve()
@@ -214,7 +216,8 @@ def decode(codes, reference, grid, buckets, stays, tables, extra_bits, largest, 
     low, extra = buckets
     n, last = codes.size, U64(words.size - PADDING)
     m = min(n, PIECE)
-    room, ctx, where, tok = np.zeros(m, np.float32), np.empty(m, np.uint16), np.empty(m, np.int64), np.empty(m, np.uint8)
+    room, ctx, tok = np.zeros(m, np.float32), np.empty(m, np.uint16), np.empty(m, np.uint8)
+    where, values = np.empty(m, np.int64), np.empty(m, np.int32)
     hazards, seen, used = np.zeros(256, np.uint32), np.zeros(3, np.int64), np.zeros(1, np.int64)
     rebuild_hazards(stays, row, seen, (tokens, gain, counts, totals), hazards)
     mask, right, limit, rows = U64((1 << BITS) - 1), U64(16 - lut_bits), U64(LIMIT), U64(tokens)
@@ -264,11 +267,11 @@ def decode(codes, reference, grid, buckets, stays, tables, extra_bits, largest, 
             x0, x1 = x1, x
             goal = first_beyond(x0 & mask, curve, segments)
         here = where[:moved]
-        vs, cs = v[here], c[here]
-        if not detokenise(tok[:moved], vs, cs, 0, low, extra, extra_bits, used, largest, vs):
+        found = values[:moved]
+        if not detokenise(tok[:moved], v[here], c[here], 0, low, extra, extra_bits, used, largest, found):
             return MISFIT, used[0], np.int64(at)
         for j in range(moved):
-            v[where[j]] = vs[j]
+            v[where[j]] = found[j]
         if end < n:
             count_classes(c, seen)
         if stop == end and end < n:
