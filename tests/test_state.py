@@ -12,7 +12,7 @@ from fedfp8 import E4M3, E5M2, Format, dither, from_codes, quantize, to_codes, u
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import rms
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, received_state, tensor_seed
 
 LAYOUT = Layout(
     (
@@ -346,3 +346,25 @@ def test_errors_name_the_tensor(bad: float) -> None:
     tensors = {**dict(state()), "fc.alpha": torch.tensor(0.0)}
     with pytest.raises(QuantizationError, match=r"alpha of 'fc\.weight'"):
         quantize_state(State(LAYOUT, tensors), seed=0, rounding="nearest")
+
+
+@pytest.mark.parametrize("rounding", ["none", "nearest", "stochastic", "dithered"])
+def test_what_is_received_can_be_made_at_once(rounding: str) -> None:
+    """Of large tensors, which go alone, of small ones, of one that is all zero; also -0 and what is out of reach."""
+    specs = [TensorSpec("large", (1 << 18,)), TensorSpec("a", (40,)), TensorSpec("b", (3, 5)), TensorSpec("zero", (7,))]
+    layout = Layout(
+        (TensorSpec("w", (50, 20), "float32", "fp8", E4M3, "r"), TensorSpec("r", (), "float32", "range"), *specs)
+    )
+    draw = torch.Generator().manual_seed(1)
+    tensors = {s.name: torch.randn(s.shape, generator=draw) for s in layout}
+    tensors |= {"zero": torch.zeros(7), "r": torch.tensor(2.0)}
+    tensors["large"][:3] = torch.tensor([0.0, -0.0, -1e-30])
+    how = {"seed": 3, "rounding": rounding} | ({"step": 0.4, "place": 2, "strata": 5} if rounding == "dithered" else {})
+    found = received_state(State(layout, tensors), **how)  # type: ignore[arg-type]
+    wanted = dequantize_state(quantize_state(State(layout, tensors), **how))  # type: ignore[arg-type]
+    for name, tensor in wanted.items():
+        assert tensor.numpy().tobytes() == found[name].numpy().tobytes() and tensor.shape == found[name].shape, name
+    if rounding == "dithered":
+        tensors["large"][5] = math.inf
+        with pytest.raises(QuantizationError, match="'large'"):
+            received_state(State(layout, tensors), **how)  # type: ignore[arg-type]

@@ -117,6 +117,18 @@ def undither(k, out, step, key0, key1, turn):
 
 
 @kernel
+def dither_and_back(x, out, per_step, limit, step, key0, key1, turn):
+    """`undither` of `dither`, without the integers; returns what `dither` does."""
+    bad = False
+    for i in range(x.size):
+        y = x[i] * per_step
+        bad |= not (abs(y) <= limit)
+        k = np.floor(y + uniform(i, key0, key1, turn))
+        out[i] = (k + half_minus_uniform(i, key0, key1, turn)) * step
+    return bad
+
+
+@kernel
 def uniforms(out, key0, key1, turn):
     for i in range(out.size):
         out[i] = uniform(i, key0, key1, turn)

@@ -126,7 +126,7 @@ class ClientLink:
         if self.held is None or self._orders is None:
             raise RunError("there is nothing to reply to; call receive first")
         given = self._like_received(arrays)
-        local = state_of_arrays(given, self._orders.format_up, self._coded())
+        local = state_of_arrays(given, self._orders.format_up, self._coded(), copy=False)
         received = {spec.name: spec for spec in self.held.layout}
         for spec in local.layout:  # a range made here is max|w| of the reply; nothing else may differ
             if received.get(spec.name) != spec:

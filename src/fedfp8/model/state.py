@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.rng import derive_seed
 
-__all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]
+__all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "received_state", "tensor_seed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +152,14 @@ def quantize_state(
     place: int = 0,
     strata: int = 1,
     change: bool = False,
+    received: bool = False,
 ) -> QuantState:
     """Quantize a whole state.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
     ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
-    change: marks `state` as one of differences; nothing is subtracted here.
+    change: marks `state` as one of differences; nothing is subtracted here. received: values in the place of codes, for
+    `received_state`.
     """
     if rounding not in ROUNDINGS:
         raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
@@ -176,8 +179,16 @@ def quantize_state(
         if rule.has_steps:
             q.steps.update({spec.name: _step(spec, state, step, step_of, reference) for _, spec in batch})
         items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
-        q.codes.update(zip((spec.name for _, spec in batch), rule.quantize_batch(items), strict=True))
+        made = rule.receive_batch(items) if received else rule.quantize_batch(items)
+        q.codes.update(zip((spec.name for _, spec in batch), made, strict=True))
     return q
+
+
+def received_state(state: State, **how: Any) -> State:
+    """``dequantize_state(quantize_state(state, ...))`` in one pass where there is one."""
+    q = quantize_state(state, received=True, **how)
+    found = q.rest | {spec.name: q.codes[spec.name].view(spec.shape) for spec in q.layout if spec.name in q.codes}
+    return State(q.layout, {spec.name: found[spec.name] for spec in q.layout})
 
 
 def dequantize_state(q: QuantState, *, consume: bool = False) -> State:

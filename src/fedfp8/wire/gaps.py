@@ -37,9 +37,8 @@ def _curve() -> np.ndarray:
 
 def _segments(curve: np.ndarray) -> np.ndarray:
     """The segment that the first of 2**20 slots lies in."""
-    return np.searchsorted(curve, np.arange(1024, dtype=np.uint64) << np.uint64(20), side="right").astype(
-        np.uint8
-    ) - U8(1)
+    slots = np.arange(1024, dtype=np.uint64) << np.uint64(20)
+    return (np.searchsorted(curve, slots, side="right") - 1).astype(np.uint8)
 
 
 CURVE = _curve()
@@ -222,14 +221,15 @@ def decode(codes, reference, grid, buckets, stays, tables, extra_bits, largest, 
     rebuild_hazards(stays, row, seen, (tokens, gain, counts, totals), hazards)
     mask, right, limit, rows = U64((1 << BITS) - 1), U64(16 - lut_bits), U64(LIMIT), U64(tokens)
     x0, x1, x2 = states[0], states[1], states[2]
-    at, total, goal = U64(0), U64(0), first_beyond(x0 & mask, curve, segments)
+    at, total = U64(0), U64(0)
+    goal, next_goal = first_beyond(x0 & mask, curve, segments), first_beyond(x1 & mask, curve, segments)
     start, end = 0, FIRST_BLOCK
     while start < n:
         stop = min(start + PIECE, end, n)
         v, c = codes[start:stop], ctx[: stop - start]
         if predict_uniform(reference_piece(reference, start, stop, room), start, v, c, *grid):
             return NOT_FINITE, used[0], np.int64(at)
-        moved, i, size, begin = U64(0), U64(0), U64(v.size), U64(0)
+        moved, i, size = U64(0), U64(0), U64(v.size)
         while True:
             while i < size and total < goal:
                 total += U64(hazards[c[i] & U16(0xFF)])
@@ -265,7 +265,7 @@ def decode(codes, reference, grid, buckets, stays, tables, extra_bits, largest, 
             if at > last:
                 return SHORT, used[0], np.int64(at)
             x0, x1 = x1, x
-            goal = first_beyond(x0 & mask, curve, segments)
+            goal, next_goal = next_goal, first_beyond(x & mask, curve, segments)  # long before it is needed
         here = where[:moved]
         found = values[:moved]
         if not detokenise(tok[:moved], v[here], c[here], 0, low, extra, extra_bits, used, largest, found):

@@ -49,9 +49,10 @@ def cheapest(counts, costs, made):
 
 @kernel
 def fit_uniform(reference, codes, starts, length, bucket, low, extra, costs, made, grid):
-    """(missing or -1, bad, cost, shape, scale, shift, how many moved) of dithered codes, on `length` elements from each start on.
+    """(missing or -1, bad, cost, shape, scale, shift, how many moved) of dithered codes.
 
-    cost: in 1/256 bits, extra bits included. bad: not 0 if the reference holds NaN or Inf.
+    On `length` elements from each start on. cost: in 1/256 bits, extra bits included. bad: not 0 if the reference holds
+    NaN or Inf.
     """
     n, tokens = starts.size * length, 2 * low.size
     values, pred, ctx = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.uint16)
