@@ -168,7 +168,7 @@ def _check_rest(spec: TensorSpec, tensor: torch.Tensor, is_alpha: bool, error: t
         raise error(f"tensor {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}; its layout says {spec}")
     if spec.kind == "integer" or not tensor.numel():
         return
-    if not bool(torch.isfinite(tensor).all()):
+    if not (math.isfinite(float(tensor)) if tensor.numel() == 1 else bool(torch.isfinite(tensor).all())):
         raise error(f"tensor {spec.name!r} holds NaN or Inf; only finite values are sent: check the training step")
     if spec.kind == "range" and float(tensor.min()) < (ALPHA_MIN if is_alpha else 0.0):
         lowest = "2**-80" if is_alpha else "0 (not set yet)"

@@ -204,8 +204,8 @@ def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | Mix | None") ->
 
 
 def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]:
-    plan, costs, spans = predictor.plan, costs_of(None), sample(predictor.plan)
-    starts, length = np.array([a for a, _ in spans]), spans[0][1] - spans[0][0]
+    plan, costs = predictor.plan, costs_of(None)
+    starts, length = sample(plan)
     while True:
         missing, bad, cost, shape, scale, shift, moved = search.fit_uniform(
             predictor.operands, codes, starts, length, BUCKET, LOW, EXTRA, costs.table, costs.made, predictor.dithered
@@ -221,7 +221,9 @@ def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepMode
 def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]:
     plan, costs, used = predictor.plan, costs_of(predictor.plan.format), 0
     counts = np.zeros(costs.table.shape[2], np.int32)
-    for a, b in sample(plan):
+    starts, length = sample(plan)
+    for a in starts.tolist():
+        b = a + length
         pred, ctx = predictor(a, b)
         tok, bits, at = np.empty(b - a, np.uint8), _room_for_bits(b - a), np.zeros(1, np.int64)
         bits[0] = 0
@@ -235,13 +237,20 @@ def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]
     return cost + 256 * used, StepModel(shape, SCALES[scale], 0)
 
 
-def sample(plan: "Plan") -> list[tuple[int, int]]:
-    """Where choices are made: the first elements (version 1), or of a large tensor as many in SPANS equal distances."""
-    if plan.version == 1 or plan.size <= 2 * FIT:
-        return [(0, min(plan.size, FIT))]
+def sample(plan: "Plan") -> tuple[np.ndarray, int]:
+    """(starts, length) of the spans where choices are made.
+
+    The first elements (version 1), or of a large tensor as many in SPANS equal distances.
+    """
+    return _spans(plan.size, plan.version == 1 or plan.size <= 2 * FIT)
+
+
+@lru_cache(maxsize=1024)
+def _spans(size: int, first: bool) -> tuple[np.ndarray, int]:
+    if first:
+        return np.zeros(1, np.int64), min(size, FIT)
     length = FIT // SPANS
-    starts = [i * (plan.size - length) // (SPANS - 1) for i in range(SPANS)]
-    return [(start, start + length) for start in starts]
+    return np.array([i * (size - length) // (SPANS - 1) for i in range(SPANS)]), length
 
 
 def _distance(predictor: Predictor, codes: np.ndarray) -> int:
