@@ -18,6 +18,7 @@ from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import header
+from fedfp8.wire.container import fingerprint_of
 
 __all__ = ["Assignment", "Client", "Reply"]
 
@@ -85,9 +86,10 @@ class Client:
         format = self.federation.formats[assignment.client]
         if self._decoded is None or self._decoded[:2] != (format, assignment.payload):
             layout = wire_for(self.config, format).layout_down(layout_of(self.network(format)))
-            wanted = header(assignment.payload).reference_fingerprints
+            head = header(assignment.payload)
+            wanted = head.reference_fingerprints
             start = self.start.with_layout(layout) if self.start is not None else None
-            known = [start] if start is not None and start.fingerprint in wanted else []
+            known = [start] if start is not None and fingerprint_of(start, head.version) in wanted else []
             if len(known) < len(wanted):
                 known += self.held(assignment)
             message = read_message(assignment.payload, [layout], known)

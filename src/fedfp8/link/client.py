@@ -22,7 +22,7 @@ from fedfp8.model.layout import Layout
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
-from fedfp8.wire.container import REFERENCES, checked_body
+from fedfp8.wire.container import REFERENCES, checked_body, fingerprint_of
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 
@@ -32,7 +32,7 @@ ALWAYS, BELIEVED = 1 << 28, 64  # elements of a model that are believed: so many
 def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:
     """What is in a payload; LostReference if it needs a model that is not among `references`."""
     head = header(payload)
-    held = {state.fingerprint: state for state in references}
+    held = {fingerprint_of(state, head.version): state for state in references if head.reference_fingerprints}
     if missing := [f for f in head.reference_fingerprints if f not in held]:
         raise LostReference(
             f"the model is coded given model {missing[0].hex()}, which this client does not have (any more); ask the "
@@ -128,7 +128,7 @@ class ClientLink:
 
     def _remember(self, received: State, packed: bytes, orders: Orders) -> None:
         """As many models as the server counts on; one that was sent twice (to evaluate, then to train) is one."""
-        again = self.held is not None and self.held.fingerprint == received.fingerprint
+        again = self.held is not None and self.held.quick_fingerprint == received.quick_fingerprint
         self._orders, self.visits = orders, [received, *self.visits[again:]][: max(orders.kept, 1)]
         if self.packed is not None:
             self.packed = [packed, *self.packed[again:]][: orders.kept]
@@ -147,7 +147,7 @@ class ClientLink:
         if self.held is None or self._orders is None:
             raise RunError("there is nothing to reply to; call receive first")
         given = self._like_received(arrays)
-        local = state_of_arrays(given, self._orders.format_up, self._coded())
+        local = state_of_arrays(given, self._orders.format_up, self._coded(), copy=False)
         received = {spec.name: spec for spec in self.held.layout}
         for spec in local.layout:  # a range made here is max|w| of the reply; nothing else may differ
             if received.get(spec.name) != spec:

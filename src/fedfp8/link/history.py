@@ -12,11 +12,12 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
+from fedfp8.model.state import QuantState, State, quantize_state, received_state
 
 __all__ = ["Entry", "History", "quantize_down"]
 
@@ -34,14 +35,17 @@ class Entry:
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    return quantize_state(
-        state,
-        seed=wire.seed_down(root, entry.number),
-        rounding=wire.down,
-        step=steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
-        place=place if wire.has_places else 0,
-        strata=entry.strata if wire.has_places else 1,
-    )
+    return quantize_state(state, **_how(state, entry, wire, place, root))
+
+
+def _how(state: State, entry: Entry, wire: Wire, place: int, root: int) -> dict[str, Any]:
+    return {
+        "seed": wire.seed_down(root, entry.number),
+        "rounding": wire.down,
+        "step": steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
+        "place": place if wire.has_places else 0,
+        "strata": entry.strata if wire.has_places else 1,
+    }
 
 
 class History:
@@ -92,8 +96,9 @@ class History:
             if key not in self._sent:
                 while len(self._sent) >= (1 if wire.has_places else 2):  # with places, others ask for other models
                     self._sent.pop(next(iter(self._sent)))
-                message = quantize_down(self.model(number), self.entries[number], wire, place, self.root)
-                self._sent[key] = dequantize_state(message, consume=True)
+                model = self.model(number)
+                state = model.with_layout(wire.layout_down(model.layout))
+                self._sent[key] = received_state(state, **_how(state, self.entries[number], wire, place, self.root))
             return self._sent[key]
 
     def keep_only(self, numbers: Iterable[int]) -> None:

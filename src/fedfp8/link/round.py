@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from fedfp8.errors import WireFormatError
-from fedfp8.fp8.measure import largest
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.link.wire import Orders, Wire, unlike
 from fedfp8.model.layout import Layout
@@ -162,6 +161,6 @@ def _check_finite(update: State, model: State) -> None:
             good = values.view(dtype).isfinite() | (values == model[spec.name])
             finite = bool(good.all())
         else:
-            finite = math.isfinite(largest(values))
+            finite = math.isfinite(update.largest(spec.name))
         if not finite:
             raise WireFormatError(f"tensor {spec.name!r} of the update holds NaN or Inf; the update is not usable")
