@@ -662,6 +662,19 @@ def test_a_damaged_memory_counts_as_lost(wire: str, damage: str) -> None:
     assert ClientLink(packed=client.packed).receive(message).keys() == state.keys()
 
 
+@pytest.mark.parametrize("wire", ["dq", "fp8"])
+def test_empty_tensors_in_a_clients_memory(wire: str) -> None:
+    empty = {"e": torch.zeros(0), "f": torch.zeros(0, 5).double(), "n": torch.zeros(3, 0, dtype=torch.int16)}
+    server, held, state = ServerLink(wire, seed=1), b"", model() | empty
+    for _ in range(3):
+        client = ClientLink(held=held)
+        received = client.receive(server.broadcast(state, ["a"])["a"])
+        assert {name: (received[name].shape, received[name].dtype) for name in empty} == {
+            name: (tensor.shape, tensor.dtype) for name, tensor in empty.items()
+        }
+        state, held = server.receive("a", client.reply(received)), client.packed or b""
+
+
 def test_clients_that_join_get_the_steps_of_the_whole_cohort() -> None:
     state = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
     known, joined = ServerLink(seed=1), ServerLink(seed=1)

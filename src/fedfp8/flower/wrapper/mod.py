@@ -135,8 +135,9 @@ def _blob(key: str, record: ArrayRecord, name: str, model: Received) -> ArrayRec
     except Fedfp8Error as error:
         log(WARNING, "fp8_mod: record %r of the reply travels uncoded: %s", key, short(error))
         return record
+    if others:
+        text = "fp8_mod: %s of the reply were not received by these names and shapes, and travel uncoded"
+        log(WARNING, text, short(list(others)[:3]))
     if not known or name in others:
         return record
-    if others:
-        log(WARNING, "fp8_mod: %s of the reply were not received and travel uncoded", short(list(others)[:3]))
     return ArrayRecord(dict(record_of(payload, name)) | others)
