@@ -21,6 +21,8 @@ from fedfp8.model.state import QuantState, State, quantize_state, received_state
 
 __all__ = ["Entry", "History", "quantize_down"]
 
+IN_MEMORY = 1 << 26  # bytes of models that are not read again from their files
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -70,8 +72,7 @@ class History:
         entry = Entry(number, model.fingerprint, cohort, strata)
         with self._lock:
             self.entries[number] = entry
-            latest = max(self._models, default=number)
-            self._models = {latest: self._models[latest], number: model} if self._models else {number: model}
+            self._hold(number, model)
             write_state(self.path(number), model, sync=False)
             self._checked.add(entry.fingerprint)
         return entry
@@ -81,13 +82,20 @@ class History:
             if number not in self._models:
                 if number not in self.entries:
                     raise RunError(f"model {number} is not in the history any more")
-                latest = max(self._models, default=number)
-                self._models = {n: m for n, m in self._models.items() if n == latest}  # the current one, and one more
                 wanted = self.entries[number].fingerprint
                 # Once: hashing takes as long as coding. Damage later on is found by who receives what is made of it.
-                self._models[number] = read_state(self.path(number), None if wanted in self._checked else wanted)
+                self._hold(number, read_state(self.path(number), None if wanted in self._checked else wanted))
                 self._checked.add(wanted)
             return self._models[number]
+
+    def _hold(self, number: int, model: State) -> None:
+        """In memory: the current model, one more, and of small ones as many as fit into IN_MEMORY."""
+        most = max(2, IN_MEMORY // max(sum(tensor.nbytes for tensor in model.values()), 1))
+        current = max([number, *self._models])
+        others = [n for n in self._models if n not in (current, number)]
+        for other in others[: max(len(others) + 2 - most, 0)]:
+            del self._models[other]
+        self._models[number] = model
 
     def sent(self, number: int, wire: Wire, place: int) -> State:
         """What a client at `place` decoded in the round of model `number`."""
