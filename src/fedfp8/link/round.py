@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from fedfp8.link.server import ServerLink
 
 __all__ = ["Client", "Round", "Visit"]
+
+LARGE = 1 << 28  # bytes of a model
 
 Client = str | int
 Visit = tuple[int, int]  # (number of the model that was sent, place it was sent for)
@@ -65,11 +68,19 @@ class Round:
 
     def orders(self, client: Client) -> Orders:
         link, wire = self.link, self.wires[client]
-        kept = wire.kept if link.cache else 0
         return Orders(
             wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
-            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, kept, link.coded,
+            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, self.kept(client),
+            link.coded,
         )  # fmt: skip
+
+    def kept(self, client: Client) -> int:
+        """Models that a client is to keep. Of a large one it is one, since each takes both sides 4 bytes a weight."""
+        return 0 if not self.link.cache else 1 if self._large else self.wires[client].kept
+
+    @cached_property
+    def _large(self) -> bool:
+        return sum(tensor.nbytes for tensor in self.model.values()) > LARGE
 
     def receive(self, client: Client, payload: bytes) -> State:
         """A client's update in the server's frame, checked: its layout, its random bits, finite values."""

@@ -158,7 +158,7 @@ class ServerLink:
                 before = self.held.pop(client, ())
                 if self.cache and client in self.round.confirmed:
                     older = [visit for visit in before if visit[0] != number]
-                    self.held[client] = ((number, place), *older)[: self.round.wires[client].kept]
+                    self.held[client] = ((number, place), *older)[: self.round.kept(client)]
             self.round = None
             numbers = {number for visits in self.held.values() for number, _ in visits}
             newest = set(sorted(numbers | {self.number}, reverse=True)[: self.limit])
