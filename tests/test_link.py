@@ -265,7 +265,8 @@ def test_the_history_is_bounded_and_clients_of_old_models_are_served() -> None:
     old.receive(server.broadcast(state, ["old"])["old"])
 
 
-def test_a_damaged_file_of_the_history_costs_a_whole_message() -> None:
+def test_a_damaged_file_of_the_history_costs_a_whole_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedfp8.link.history.IN_MEMORY", 0)  # files are read again
     server, state, clients = ServerLink("dq", seed=1), model(), {name: ClientLink() for name in "ab"}
     for round, name in enumerate("abb"):
         one_round(server, {name: clients[name]}, trained(state, round))
@@ -673,14 +674,14 @@ def test_a_damaged_memory_counts_as_lost(wire: str, damage: str) -> None:
 @pytest.mark.parametrize("wire", ["dq", "fp8"])
 def test_empty_tensors_in_a_clients_memory(wire: str) -> None:
     empty = {"e": torch.zeros(0), "f": torch.zeros(0, 5).double(), "n": torch.zeros(3, 0, dtype=torch.int16)}
-    server, held, state = ServerLink(wire, seed=1), b"", model() | empty
+    server, packed, state = ServerLink(wire, seed=1), [], model() | empty
     for _ in range(3):
-        client = ClientLink(held=held)
+        client = ClientLink(packed=packed)
         received = client.receive(server.broadcast(state, ["a"])["a"])
         assert {name: (received[name].shape, received[name].dtype) for name in empty} == {
             name: (tensor.shape, tensor.dtype) for name, tensor in empty.items()
         }
-        state, held = server.receive("a", client.reply(received)), client.packed or b""
+        state, packed = server.receive("a", client.reply(received)), client.packed
 
 
 def test_clients_that_join_get_the_steps_of_the_whole_cohort() -> None:

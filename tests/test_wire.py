@@ -584,6 +584,6 @@ def test_pack_and_unpack_given_several_references() -> None:
     model, other = prepare(lenet()), prepare(lenet())
     first, second = (fedfp8.unpack(fedfp8.pack(m, seed=i), other) for i, m in enumerate((prepare(lenet()), model)))
     payload = fedfp8.pack(model, seed=3, rounding="dithered", step=0.5, reference=[first, second])
-    assert wire.header(payload).reference_fingerprint == second.fingerprint
+    assert wire.header(payload).reference_fingerprint == second.quick_fingerprint  # version 2
     one = fedfp8.unpack(payload, other, reference=[first, second])
     assert one.fingerprint == fedfp8.unpack(payload, other, reference=second).fingerprint
