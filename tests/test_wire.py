@@ -581,9 +581,10 @@ def test_fp8_codes_and_version_1_know_no_mix() -> None:
 
 
 def test_pack_and_unpack_given_several_references() -> None:
+    torch.manual_seed(0)  # one time in twenty a model that helps nothing looks as if it did, on a sample
     model, other = prepare(lenet()), prepare(lenet())
     first, second = (fedfp8.unpack(fedfp8.pack(m, seed=i), other) for i, m in enumerate((prepare(lenet()), model)))
     payload = fedfp8.pack(model, seed=3, rounding="dithered", step=0.5, reference=[first, second])
-    assert wire.header(payload).reference_fingerprint == second.quick_fingerprint  # version 2
+    assert wire.header(payload).reference_fingerprint == second.fingerprint
     one = fedfp8.unpack(payload, other, reference=[first, second])
     assert one.fingerprint == fedfp8.unpack(payload, other, reference=second).fingerprint
