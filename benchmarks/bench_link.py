@@ -135,7 +135,7 @@ def large(weights: int) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     state = layers(max(weights // 1000**2, 1), 1000, generator)
     weights = len(state) * 1000**2
-    server, client = ServerLink("dq", seed=1), ClientLink(held=b"")
+    server, client = ServerLink("dq", seed=1), ClientLink(packed=())
     row: dict[str, Any] = {}
 
     @contextmanager

@@ -63,8 +63,14 @@ def rate(move: float, known: str, cells: int = 64) -> float:
     """Bits per weight of an ideal coder for weights that moved by a Gaussian of `move` steps, given a reference.
 
     known: "exact" (the reference is the old weight: the shared start), "new bits" (it is the old weight with the error
-    of old random bits, and the new ones are others) or "same bits" (old and new random bits are the same).
+    of old random bits, and the new ones are others), "same bits" (old and new random bits are the same) or "visits"
+    (the best mix of the last three visits, between which weights moved as far; its error taken for Gaussian).
     """
+    if known == "visits":
+        error = 1 / 12
+        for _ in range(2):
+            error = (error + move**2) / 12 / (error + move**2 + 1 / 12)
+        move, known = math.sqrt(move**2 + error), "exact"
     integers = torch.arange(-16, 17, dtype=torch.float64)
     if known == "same bits":  # only the old integer is known: the old weight is anywhere in its cell
         offsets, spread = torch.tensor([0.5], dtype=torch.float64), True
@@ -92,8 +98,9 @@ def draw_rates(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     lines = {
         "exact": "the shared start (no error)",
-        "new bits": "last received, new random bits (DQ)",
-        "same bits": "last received, the same random bits",
+        "new bits": "the last visit, new random bits",
+        "visits": "the last three visits, new random bits (DQ)",
+        "same bits": "the last visit, the same random bits",
     }
     for known, label in lines.items():
         axes.plot(moves, [rate(move, known) for move in moves], label=label)
@@ -118,7 +125,7 @@ class Watching:
         for assignment in assignments:
             start = self.executor.client.start
             named = [
-                "start" if f == start.fingerprint else "last received"
+                "start" if f in (start.fingerprint, start.quick_fingerprint) else "a visit"
                 for f in header(assignment.payload).reference_fingerprints
             ]
             for row in inspect(assignment.payload, start.layout).rows or ():
@@ -131,7 +138,7 @@ def given(mode: str, named: list[str]) -> str:
     """What a tensor of this mode was coded given, with the message's references by name."""
     kind, _, number = mode.partition(",")[0].partition(" ")
     if kind == "mix":
-        return "a mix of both"
+        return "a mix"
     return named[int(number or 1) - 1] if kind in ("reference", "same") else "nothing"
 
 
@@ -146,7 +153,7 @@ def draw_references(path: Path, rounds: int) -> None:
             watching = Watching(Executor(config, federation, Path(folder)))
             server, _ = run_round(server, config, federation, watching, link)
             found.append({mode: bits / watching.weights for mode, bits in watching.bits.items()})
-    modes = [mode for mode in ("nothing", "start", "last received", "a mix of both") if any(mode in x for x in found)]
+    modes = [mode for mode in ("nothing", "start", "a visit", "a mix") if any(mode in x for x in found)]
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     axes.stackplot(range(1, rounds + 1), [[line.get(mode, 0.0) for line in found] for mode in modes], labels=modes)
     axes.set(xlabel="round", ylabel="bits per weight down", xlim=(1, rounds))

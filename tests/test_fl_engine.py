@@ -239,7 +239,7 @@ def test_the_memory_of_the_cache_is_bounded_and_reported(tmp_path: Path) -> None
         saved = json.loads((tmp_path / str(history) / "checkpoint/state.json").read_text())
         numbers = {entry[0] for entry in saved["link"]["entries"]}
         assert {f"model-{n:08d}.safetensors" for n in numbers} == {path.name for path in kept}
-        assert {number for _, number, _ in saved["link"]["held"]} <= numbers
+        assert {number for _, *visits in saved["link"]["held"] for number, _ in visits} <= numbers
 
 
 def test_a_client_that_failed_gets_its_next_model_without_a_reference(tmp_path: Path) -> None:

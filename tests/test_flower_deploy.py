@@ -41,11 +41,13 @@ def history(out):
 
 
 def wait(condition, seconds, deployment):
-    end = time.monotonic() + seconds
+    """Until the condition holds. `seconds` are those of an idle machine: where others are at work they last longer."""
+    left = seconds
     while not condition():
         log = (deployment.folder / "superlink.log").read_text()[-3000:]
-        assert time.monotonic() < end, f"waited {seconds} s in vain; the SuperLink's log ends: {log}"
+        assert left > 0, f"waited {seconds} s in vain, at a load of {os.getloadavg()}; the SuperLink's log ends: {log}"
         time.sleep(0.5)
+        left -= 0.5 / max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,7 @@ def test_malicious_client_and_killed_server_app(deployment, tmp_path):
 @pytest.mark.slow
 def test_killed_supernode(deployment, tmp_path):
     out = tmp_path / "run"
-    deployment.submit(write_app(tmp_path / "app", config(3), out, nodes=2, timeout=60))
+    deployment.submit(write_app(tmp_path / "app", config(3), out, nodes=2, timeout=180))
     wait(lambda: len(history(out)) == 2, 240, deployment)
     node = deployment.processes[2]  # SuperLink, node 0, node 1
     deployment.kill(node, signal.SIGKILL)
@@ -164,7 +166,7 @@ def test_killed_supernode(deployment, tmp_path):
     assert [line["round"] for line in lines] == [0, 1, 2, 3] and lines[1]["rejected"] == []
     for line in lines[2:]:
         assert [r["client"] for r in line["rejected"]] == [1]
-        assert re.match("no reply within 60 s|Flower error", line["rejected"][0]["reason"])
+        assert re.match("no reply within 180 s|Flower error", line["rejected"][0]["reason"])
     assert len({line["model"] for line in lines}) == 4
 
 

@@ -247,19 +247,29 @@ def test_a_workflow_on_the_plain_grid_says_that_nothing_was_saved(caplog):
     assert found["model"] is not None and "fedfp8-bytes-up" not in history.metrics_distributed_fit
 
 
+def secure(strategy, choose, rounds=1):
+    run = DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2))
+    config, app = ServerConfig(num_rounds=rounds), ServerApp()
+    app.main()(lambda grid, c: run(choose(grid), LegacyContext(context=c, config=config, strategy=strategy)))
+    LocalGrid(client_app(mods=(fp8_mod, secaggplus_mod)), 4).serve(app)
+
+
 def test_secure_aggregation_is_refused():
-    inner, _ = watched(old.FedAvg)
-    strategy, grid = FP8(inner, seed=1), LocalGrid(client_app(mods=(fp8_mod, secaggplus_mod)), 4)
+    strategy = FP8(watched(old.FedAvg)[0], seed=1)
     with pytest.raises(ConfigError, match="secure aggregation"):
-        run = DefaultWorkflow(fit_workflow=SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2))
-        app = ServerApp()
-        app.main()(
-            lambda given, context: run(
-                strategy.on(given),
-                LegacyContext(context=context, config=ServerConfig(num_rounds=1), strategy=strategy),
-            )
-        )
-        grid.serve(app)
+        secure(strategy, strategy.on)
+
+
+def test_secure_aggregation_on_the_plain_grid_works_and_says_that_nothing_was_saved(caplog):
+    models = []
+    for wrap in (lambda inner: inner, FP8):
+        inner, found = watched(old.FedAvg, fraction_evaluate=0.0)
+        secure(wrap(inner), lambda grid: grid)
+        assert not found["failures"] and len(found["updates"]) == 4
+        models.append(found["model"])
+    for ours, theirs in zip(*models, strict=True):
+        assert np.abs(ours - theirs).max() < 1e-3 and ours.any()  # it quantizes at random, and coarsely by weight
+    assert caplog.text.count("nothing was saved") == 1 and "secure aggregation cannot be coded" in caplog.text
 
 
 def test_the_last_line_counts_the_last_evaluation(caplog):

@@ -276,7 +276,7 @@ def test_without_cache_nothing_is_kept():
     assert all(CACHE not in context.state for context in grid.contexts.values())
     with_cache = FP8(FedAvg(), seed=2)
     _, grid, _ = start(with_cache)
-    assert all(len(context.state[CACHE]) == 1 for context in grid.contexts.values())
+    assert all(len(context.state[CACHE]) == 3 for context in grid.contexts.values())  # of two rounds, and the last
     assert sum(t.down for t in strategy.traffic) > 1.3 * sum(t.down for t in with_cache.traffic)
 
 
@@ -616,6 +616,60 @@ def test_a_question_before_training_belongs_to_the_first_round():
     assert up == [strategy.traffic[1].up, strategy.traffic[2].up]
 
 
+def test_a_run_that_only_evaluates():
+    plain, _, _ = start(FedAvg(fraction_train=0.0), rounds=2)
+    strategy = FP8(FedAvg(fraction_train=0.0), "fp32")
+    ours, _, _ = start(strategy, rounds=2)
+    assert ours.evaluate_metrics_clientapp == plain.evaluate_metrics_clientapp and len(plain.evaluate_metrics_clientapp)
+    assert [(phase.phase, phase.messages) for phase in strategy.traffic] == [("evaluate", 4)] * 2
+
+
+def test_statistics_without_a_model():
+    """FedAvg sums up metrics of replies that hold no arrays if none were sent."""
+    results = []
+    for make in (FedAvg, lambda: FP8(FedAvg())):
+        app = ClientApp(mods=[fp8_mod])
+
+        @app.train()
+        def train(message, context):
+            metrics = MetricRecord({"num-examples": 1, "histogram": [1, context.node_id]})
+            return Message(RecordDict({"arrays": ArrayRecord(), "m": metrics}), reply_to=message)
+
+        strategy = make()
+        strategy.fraction_evaluate = 0.0
+        results.append(strategy.start(LocalGrid(app, 3), ArrayRecord(), num_rounds=1).train_metrics_clientapp[1])
+    assert results[0]["histogram"] == results[1]["histogram"] == [1, 101]
+
+
+def test_a_strategy_of_its_own_may_get_other_shapes_back(caplog):
+    """Pruned or growing layers, which the strategy itself puts together; Flower's own would fail."""
+
+    class Pruning(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            got.extend(reply.content["arrays"]["3.weight"].shape for reply in replies if reply.has_content())
+            return initial(), MetricRecord()
+
+    def pruned(reply, context):
+        reply["arrays"]["3.weight"] = Array(reply["arrays"]["3.weight"].numpy()[: context.node_id - 99])
+        return reply
+
+    got = []
+    start(FP8(Pruning(fraction_evaluate=0.0), seed=1), make_app(answer=pruned), rounds=1)
+    assert sorted(got) == [(1, 64), (2, 64), (3, 64), (4, 64)]
+    assert "by these names and shapes, and travel uncoded" in caplog.text
+    result, _, _ = start(FP8(FedAvg(fraction_evaluate=0.0), seed=1), make_app(answer=pruned), rounds=1)
+    assert not result.arrays and "was sent as (50, 64)" in caplog.text
+
+
+def test_a_model_of_nan_is_the_apps_own_affair(caplog):
+    """A run that went astray ends as it would without us: sent as it is, and said once."""
+    broken = ArrayRecord({"w": Array(np.full((16, 16), np.nan, np.float32))})
+    strategy, result = rounds_of(broken, rounds=2)
+    assert np.isnan(result.arrays["w"].numpy()).all()
+    assert [phase.down for phase in strategy.traffic] == [2 * (128 + 4 * 256)] * 2
+    assert sum("cannot be coded and travels as it is: tensor 'w' holds NaN" in line for line in caplog.messages) == 1
+
+
 def test_strategies_in_loops_of_their_own():
     """One who calls the methods one by one, and one who pushes and pulls without waiting for all."""
     strategy, grid = FP8(FedAvg(), seed=1), LocalGrid(make_app(), 4)
@@ -790,6 +844,9 @@ WEIRD = {
     "integers": {"n": np.arange(500, dtype=np.int64)},
     "small weight": {"w": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)},
     "half": {"w": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float16)},
+    "part empty": {"w": np.zeros((10, 784)), "e": np.zeros(0), "f": np.zeros((0, 5)), "n": np.array(3, np.int8)},
+    "wide": {"w": np.zeros((10, 784)), "x": np.ones(2, np.longdouble)},
+    "odd names": {n: np.ones((8, 9)) for n in ("", "a:b", "w:range", "x:float32", "重み/\n*[0]", "payload")},
 }
 
 
@@ -801,8 +858,11 @@ def test_never_more_bytes_than_plain(name, caplog):
     assert [(t.messages, t.resent) for t in strategy.traffic] == [(2, 0)] * 3
     for line in strategy.traffic:
         assert line.down <= line.plain_down and line.up <= line.plain_up, line
+        assert line.up or name == "nothing", line  # all have answered
     said = [one for one in caplog.records if "travels as it is" in one.getMessage()]
-    assert len(said) == (1 if name in ("short vectors", "tiny", "nothing", "empty", "integers") else 0)
+    assert len(said) == (1 if name in ("short vectors", "tiny", "nothing", "empty", "integers", "wide") else 0)
+    assert any("bytes as without" in one.getMessage() for one in caplog.records) == bool(said)
+    assert name != "wide" or any("float128" in one.getMessage() for one in caplog.records)
     if name == "flat":
         assert sum(t.down + t.up for t in strategy.traffic) < 3 * 2 * 2 * 400_000 / 8
     if name == "zeros":
@@ -813,6 +873,7 @@ def test_trees_and_bytes_travel_as_they_are():
     """FedXgbBagging sends bytes that grow from round to round."""
     _, result = rounds_of(ArrayRecord({"0": Array(np.frombuffer(b"tree" * 40, np.uint8))}), rounds=1)
     assert result.arrays["0"].shape == (160,)
+    assert FP8(strategies.FedXgbBagging()).wire.kappa_up == 1.0  # they join trees and average nothing
     own = ArrayRecord({"0": Array("", (), "my.type", b"123")})
     coded = FP8(FedAvg(), seed=1).on(LocalGrid(make_app(answer=None), 1))
     message = Message(RecordDict({"arrays": own}), 100, "query")

@@ -265,7 +265,8 @@ def test_the_history_is_bounded_and_clients_of_old_models_are_served() -> None:
     old.receive(server.broadcast(state, ["old"])["old"])
 
 
-def test_a_damaged_file_of_the_history_costs_a_whole_message() -> None:
+def test_a_damaged_file_of_the_history_costs_a_whole_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedfp8.link.history.IN_MEMORY", 0)  # files are read again
     server, state, clients = ServerLink("dq", seed=1), model(), {name: ClientLink() for name in "ab"}
     for round, name in enumerate("abb"):
         one_round(server, {name: clients[name]}, trained(state, round))
@@ -522,10 +523,88 @@ def test_a_store_outlives_the_process(tmp_path: Path) -> None:
     server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
     message = server.broadcast(trained(state, 1), ["a"])["a"]
     assert header(Orders.split(message)[1]).reference_fingerprint is not None
-    ClientLink(store=tmp_path).receive(message)
     (tmp_path / "received.safetensors").write_bytes(b"damaged")
     with pytest.raises(LostReference):
         ClientLink(store=tmp_path).receive(message)
+
+
+# Visits: what a client received on its last ones
+
+
+def visiting(client: ClientLink, rounds: int, **settings: Any) -> tuple[ServerLink, list[bytes], list[dict]]:
+    """A silo that comes every round, of a model that hardly moves: messages down, and what was made of them."""
+    server, state, messages, received = ServerLink("dq", seed=1, **settings), model(), [], []
+    for number in range(rounds):
+        messages.append(server.broadcast(trained(state, number, 1e-4), ["a"])["a"])
+        received.append(client.receive(messages[-1]))
+        server.receive("a", client.reply(received[-1]))
+    return server, messages, received
+
+
+def references(message: bytes) -> int:
+    return len(header(Orders.split(message)[1]).reference_fingerprints)
+
+
+@pytest.mark.parametrize("kind", ["memory", "store", "packed"])
+def test_the_next_model_is_coded_given_the_last_visits(kind: str, tmp_path: Path) -> None:
+    made = {"memory": ClientLink, "store": lambda: ClientLink(store=tmp_path), "packed": lambda: ClientLink(packed=())}
+    client = made[kind]()
+    server, messages, _ = visiting(client, 5)
+    assert [references(message) for message in messages] == [0, 1, 2, 3, 3]
+    assert len(client.visits) == 3 == len(server.held["a"])
+    with pytest.raises(LostReference):  # the fourth last is gone
+        client.receive(messages[1])
+    made |= {"memory": lambda: client, "packed": lambda: ClientLink(packed=client.packed)}
+    again = made[kind]()  # in another process, where it does not live from one to the next
+    server.close()
+    update = again.receive(server.broadcast(trained(model(), 5, 1e-4), ["a"])["a"])
+    server.receive("a", again.reply(update))
+
+
+def test_visits_save_bytes_and_change_no_value() -> None:
+    made = {visits: visiting(ClientLink(), 6, visits=visits) for visits in (1, 2, 3)}
+    for _, _, received in made.values():
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(received, made[1][2], strict=True) for n in a)
+    one, two, three = (sum(map(len, messages[3:])) for _, messages, _ in made.values())
+    assert three < two < one
+    with pytest.raises(ConfigError, match="visits is 4; a message is coded given 1 to 3"):
+        ServerLink("dq", visits=4)
+
+
+def test_of_a_large_model_one_visit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedfp8.link.round.LARGE", 4 * 40 * 30)  # the other tensors make it larger
+    client = ClientLink(packed=())
+    server, messages, _ = visiting(client, 4)
+    assert [references(message) for message in messages] == [0, 1, 1, 1]
+    assert len(client.visits) == len(client.packed or ()) == len(server.held["a"]) == 1
+
+
+def test_a_model_that_is_sent_twice_is_one_visit() -> None:
+    server, client, state = ServerLink("dq", seed=1), ClientLink(packed=()), model()
+    for number in range(4):
+        for _ in ("evaluate", "train"):
+            message = server.broadcast(trained(state, number), ["a"])["a"]
+            server.receive("a", client.reply(client.receive(message)))
+        assert references(message) == 1 and len(message) < 4 * 80 + 100  # what travels as it is, little else
+        assert len(client.visits) == len(client.packed or ()) == len(server.held["a"]) == min(number + 1, 3)
+
+
+def test_a_client_that_lost_one_of_its_visits_is_sent_the_whole_model(tmp_path: Path) -> None:
+    server, _, _ = visiting(ClientLink(store=tmp_path), 3)
+    (tmp_path / "received-1.safetensors").unlink()
+    client, state = ClientLink(store=tmp_path), trained(model(), 3, 1e-4)
+    with pytest.raises(LostReference):
+        client.receive(server.broadcast(state, ["a"])["a"])
+    server.receive("a", client.reply(client.receive(server.resend("a"))))
+    assert references(server.broadcast(trained(state, 4, 1e-4), ["a"])["a"]) == 1
+
+
+def test_fp8_codes_have_no_mix_and_keep_one_visit() -> None:
+    server, client, state = ServerLink("fp8", seed=1), ClientLink(packed=()), model()
+    for number in range(3):
+        message = server.broadcast(trained(state, number, 1e-3), ["a"])["a"]
+        server.receive("a", client.reply(client.receive(message)))
+    assert references(message) == len(client.visits) == len(server.held["a"]) == 1
 
 
 def test_replies_in_parallel_and_in_any_order() -> None:
@@ -578,18 +657,31 @@ def test_what_was_received_may_be_trained_in_place(arrays: str) -> None:
 @pytest.mark.parametrize("wire", ["dq", "fp8"])
 @pytest.mark.parametrize("damage", ["checksum", "head", "values", "short"])
 def test_a_damaged_memory_counts_as_lost(wire: str, damage: str) -> None:
-    server, client, state = ServerLink(wire, seed=1), ClientLink(held=b""), model()
+    server, client, state = ServerLink(wire, seed=1), ClientLink(packed=()), model()
     server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
     message = server.broadcast(trained(state, 1), ["a"])["a"]
     assert client.packed is not None and header(Orders.split(message)[1]).reference_fingerprints
-    held = bytearray(client.packed)
+    held = bytearray(client.packed[0])
     if damage == "short":
         del held[-1]
     else:
         held[{"checksum": 0, "head": 40, "values": -1}[damage]] ^= 1
     with pytest.raises(LostReference):
-        ClientLink(held=bytes(held)).receive(message)
-    assert ClientLink(held=client.packed).receive(message).keys() == state.keys()
+        ClientLink(packed=[bytes(held)]).receive(message)
+    assert ClientLink(packed=client.packed).receive(message).keys() == state.keys()
+
+
+@pytest.mark.parametrize("wire", ["dq", "fp8"])
+def test_empty_tensors_in_a_clients_memory(wire: str) -> None:
+    empty = {"e": torch.zeros(0), "f": torch.zeros(0, 5).double(), "n": torch.zeros(3, 0, dtype=torch.int16)}
+    server, packed, state = ServerLink(wire, seed=1), [], model() | empty
+    for _ in range(3):
+        client = ClientLink(packed=packed)
+        received = client.receive(server.broadcast(state, ["a"])["a"])
+        assert {name: (received[name].shape, received[name].dtype) for name in empty} == {
+            name: (tensor.shape, tensor.dtype) for name, tensor in empty.items()
+        }
+        state, packed = server.receive("a", client.reply(received)), client.packed
 
 
 def test_clients_that_join_get_the_steps_of_the_whole_cohort() -> None:

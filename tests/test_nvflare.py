@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 
 from fedfp8.errors import ConfigError, RunError
-from fedfp8.nvflare import ReceiveModel, ReceiveUpdate, SendModel, SendUpdate, filters
+from fedfp8.nvflare import ReceiveModel, ReceiveUpdate, SendModel, SendUpdate, add_to, filters
 
 MESSAGE = filters.MESSAGE
 
@@ -256,8 +257,8 @@ def test_a_lost_reference_is_healed_within_the_task(fed: Federation, logged: pyt
 
 
 def test_a_client_that_is_killed_in_its_task_heals_too(fed: Federation) -> None:
-    """It holds the new model, the server counts on the old one, the task is sent again. (FLARE's simulator ends the run
-    when a client's process dies, so that this cannot be seen there.)"""
+    """It holds the new model besides the one that the server counts on, and the task is sent again. (FLARE's simulator
+    ends the run when a client's process dies, so that this cannot be seen there.)"""
     start = model()
     fed.update("site-1", fed.reply("site-1", moved(fed.receive("site-1", fed.message("site-1", start)))))
     second = moved(start)
@@ -266,7 +267,7 @@ def test_a_client_that_is_killed_in_its_task_heals_too(fed: Federation) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     fed.restart("site-1")
     received = fed.receive("site-1", fed.message("site-1", second, round=1))
-    assert fed.rows[-1]["resent"].keys() == {"site-1"}
+    assert not fed.rows[-1]["resent"]
     assert fed.update("site-1", fed.reply("site-1", moved(received))).data["steps"] == 5
 
 
@@ -418,9 +419,69 @@ def test_the_end_of_a_run_reports_its_bytes(fed: Federation, logged: pytest.LogC
     rows = json.loads((fed.folder / "server" / "job" / "fedfp8-traffic.json").read_text())
     plain = 64 * 48 * 4 + 48 * 4 + 8
     down, up = {"site-1": size(message)}, {"site-1": size(reply)}
-    assert rows == [{"round": 1, "plain": plain, "down": down, "up": up, "resent": {}}]
+    assert rows == [{"round": 1, "plain": plain, "down": down, "up": up, "resent": {}, "beside": {}}]
     assert "times less" in logged.text
     assert filters._of_job(fed.at_server("site-1"), "server") is None
+
+
+def test_a_job_whose_models_pass_no_filter_is_told(fed: Federation, logged: pytest.LogCaptureFixture) -> None:
+    fed.send.handle_event(EventType.END_RUN, fed.at_server("site-1"))
+    assert "no model of this job passed the filters" in logged.text and "tasks=" in logged.text
+
+
+def test_arrays_beside_the_model_are_counted(fed: Federation, logged: pytest.LogCaptureFixture) -> None:
+    """Scaffold sends its control terms, as large as the model, in the meta of the DXO."""
+    terms = {"scaffold_c": {"w": np.zeros((64, 48), np.float32)}, "steps": 3}
+    task = DXO(DataKind.WEIGHTS, model(), {"a": 1} | terms).to_shareable()
+    message = fed.send.process(task, fed.at_server("site-1"))
+    reply = fed.reply("site-1", moved(fed.receive("site-1", message)))
+    from_shareable(reply).meta.update(terms)
+    update = fed.update("site-1", reply)
+    assert np.array_equal(update.meta["scaffold_c"]["w"], terms["scaffold_c"]["w"])
+    assert fed.rows[0]["beside"] == {"site-1": 2 * 64 * 48 * 4}
+    fed.send.handle_event(EventType.END_RUN, fed.at_server("site-1"))
+    assert re.search(r"\(1\.8 times less\) in 1 rounds; 24.6 kB of it are arrays beside the model", logged.text)
+
+
+def test_never_more_bytes_than_plain(fed: Federation, logged: pytest.LogCaptureFixture) -> None:
+    """FLARE's hello-numpy: nine numbers."""
+    tiny = {"numpy_key": np.arange(9, dtype=np.float32).reshape(3, 3)}
+    sent = fed.message("site-1", tiny)
+    assert list(from_shareable(sent).data) == ["numpy_key"] and "not smaller when coded" in logged.text
+    reply = fed.reply("site-1", {"gradient": fed.receive("site-1", sent)["numpy_key"]})  # nobody minds other names
+    assert list(fed.update("site-1", reply).data) == ["gradient"]
+    fed.send.handle_event(EventType.END_RUN, fed.at_server("site-1"))
+    assert "fedfp8: 36 B in 1 rounds" in logged.text
+
+
+def recipe(*controllers: Any, filters: tuple[Any, ...] = ()) -> Any:
+    """As much of a FLARE recipe as `add_to` looks at."""
+    flows = [SimpleNamespace(controller=one) for one in controllers]
+    config = SimpleNamespace(workflows=flows, task_data_filters=[], task_result_filters=[({"train"}, list(filters))])
+    return SimpleNamespace(_job=SimpleNamespace(_deploy_map={"server": SimpleNamespace(app_config=config)}))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [("app_common.ccwf.x", "send models to each other"), ("app_opt.he.x", "encrypted"),
+     ("app_opt.pt.quantization.x", "take out one")],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_at_once(module: str, reason: str) -> None:
+    part = type("Mine", (type("Theirs", (), {"__module__": f"nvflare.{module}"}),), {})()
+    for one in (recipe(part), recipe(filters=(part,))):
+        with pytest.raises(ConfigError, match=f"Mine.*{reason}"):
+            add_to(one)
+
+
+def test_flares_own_swarm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
+
+    (tmp_path / "client.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    net = torch.nn.Linear(2, 2)
+    swarm = SwarmLearningRecipe(name="s", model=net, num_rounds=1, train_script="client.py", min_clients=2)
+    with pytest.raises(ConfigError, match=r"SwarmLearningRecipe.*send models to each other"):
+        add_to(swarm)
 
 
 def test_bad_settings_are_reported_where_they_are_given() -> None:

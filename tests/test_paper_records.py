@@ -178,12 +178,14 @@ def test_runs_of_other_settings_are_never_seeds_of_each_other(tmp_path: Path) ->
     table = paper_table(TABLES["table1"], by_cell(find_runs(tmp_path)))
     names = [row[3] for row in table.rows[:6]]
     assert names[3:5] == ["FP8FedAvg-DQ (ours), dq.kappa_up=16", "FP8FedAvg-DQ (ours), dq.kappa_up=4"]
+    commands = [row[-1] for table in docs_tables(by_cell(find_runs(tmp_path))) for row in table.rows if "dq" in row[1]]
+    assert [f"--set dq.kappa_up={k}`" in command for k, command in zip((16, 4), commands, strict=False)] == [True, True]
 
 
 def test_settings_that_do_not_touch_a_run_do_not_keep_seeds_apart(tmp_path: Path) -> None:
     """FP32 knows no kappa, and what is evaluated besides changes no model."""
     write_run(tmp_path, "fp32", 0, [0.7], 400, dq__kappa_down=0.3, round__eval_sent=False)
-    write_run(tmp_path, "fp32", 1, [0.7], 400)
+    write_run(tmp_path, "fp32", 1, [0.7], 400, wire__visits=1)
     config = tmp_path / "lenet-cifar10-iid/fp32-seed0/config.toml"  # of a version that had no tasks
     config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("task")))
     (one,) = variants(find_runs(tmp_path))

@@ -1,5 +1,6 @@
 """Layouts, states, and the lossy step between a state and what is sent."""
 
+import hashlib
 import json
 import math
 
@@ -11,7 +12,7 @@ from fedfp8 import E4M3, E5M2, Format, dither, from_codes, quantize, to_codes, u
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import rms
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
+from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, received_state, tensor_seed
 
 LAYOUT = Layout(
     (
@@ -187,6 +188,40 @@ def test_fingerprint_of_values() -> None:
     assert state().with_layout(LAYOUT.with_format(E4M3)).fingerprint != state().fingerprint
 
 
+def test_quick_fingerprint() -> None:
+    """Of the bytes of any dtype, also those of a last word that is not full; and of the layout."""
+    specs = [TensorSpec("f", (9,)), *(TensorSpec(f"i{n}", (n,), "uint8", "integer") for n in range(6))]
+    layout = Layout((*specs, TensorSpec("l", (3,), "int64", "integer")))
+    tensors = {s.name: torch.arange(s.size, dtype=getattr(torch, s.dtype)).add(3).view(s.shape) for s in layout}
+    found = {State(layout, tensors).quick_fingerprint}
+    assert State(layout, {n: t.clone() for n, t in tensors.items()}).quick_fingerprint in found
+    for name, tensor in tensors.items():
+        for at in range(tensor.numel()):
+            other = {n: t.clone() for n, t in tensors.items()}
+            other[name][at] += 1
+            found.add(State(layout, other).quick_fingerprint)
+    other = {n: t.flip(0) for n, t in tensors.items()}
+    found.add(State(layout, other).quick_fingerprint)
+    found.add(
+        State(
+            Layout((TensorSpec("g", (9,)), *layout.tensors[1:])),
+            {"g": tensors["f"]} | {n: t for n, t in tensors.items() if n != "f"},
+        ).quick_fingerprint
+    )
+    assert len(found) == 1 + 9 + 15 + 3 + 2
+    one = State(Layout((TensorSpec("f", (2,)),)), {"f": torch.tensor([1.0, -2.0])})
+    sums = sum(_hash(i + 1) * int(np.float32(v).view(np.uint32)) for i, v in enumerate((1.0, -2.0))) % 2**64
+    said = hashlib.blake2b(one.layout.fingerprint + sums.to_bytes(8, "little"), digest_size=8).digest()
+    assert one.quick_fingerprint == said
+
+
+def _hash(index: int) -> int:
+    """As docs/numerics.md has it, with keys of 0."""
+    h = 0x9E3779B9 * index % 2**32
+    h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+    return (h ^ h >> 15) * 0x846CA68B % 2**32
+
+
 # The lossy step
 
 
@@ -311,3 +346,25 @@ def test_errors_name_the_tensor(bad: float) -> None:
     tensors = {**dict(state()), "fc.alpha": torch.tensor(0.0)}
     with pytest.raises(QuantizationError, match=r"alpha of 'fc\.weight'"):
         quantize_state(State(LAYOUT, tensors), seed=0, rounding="nearest")
+
+
+@pytest.mark.parametrize("rounding", ["none", "nearest", "stochastic", "dithered"])
+def test_what_is_received_can_be_made_at_once(rounding: str) -> None:
+    """Of large tensors, which go alone, of small ones, of one that is all zero; also -0 and what is out of reach."""
+    specs = [TensorSpec("large", (1 << 18,)), TensorSpec("a", (40,)), TensorSpec("b", (3, 5)), TensorSpec("zero", (7,))]
+    layout = Layout(
+        (TensorSpec("w", (50, 20), "float32", "fp8", E4M3, "r"), TensorSpec("r", (), "float32", "range"), *specs)
+    )
+    draw = torch.Generator().manual_seed(1)
+    tensors = {s.name: torch.randn(s.shape, generator=draw) for s in layout}
+    tensors |= {"zero": torch.zeros(7), "r": torch.tensor(2.0)}
+    tensors["large"][:3] = torch.tensor([0.0, -0.0, -1e-30])
+    how = {"seed": 3, "rounding": rounding} | ({"step": 0.4, "place": 2, "strata": 5} if rounding == "dithered" else {})
+    found = received_state(State(layout, tensors), **how)  # type: ignore[arg-type]
+    wanted = dequantize_state(quantize_state(State(layout, tensors), **how))  # type: ignore[arg-type]
+    for name, tensor in wanted.items():
+        assert tensor.numpy().tobytes() == found[name].numpy().tobytes() and tensor.shape == found[name].shape, name
+    if rounding == "dithered":
+        tensors["large"][5] = math.inf
+        with pytest.raises(QuantizationError, match="'large'"):
+            received_state(State(layout, tensors), **how)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of
 from fedfp8.wire import codec, kernels, steps
+from fedfp8.wire.container import fingerprint_of
 from fedfp8.wire.mix import Mix, fit_mix
 from tools import FORMATS
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
@@ -319,7 +320,7 @@ def test_version_2_is_lossless_and_needs_only_what_it_names(rounding: str, count
     payload = wire.encode(q, references=states[:count])
     named = wire.header(payload).reference_fingerprints
     assert_same(wire.decode(payload, layout, references=reversed(states)), q)
-    needed = [state for state in states if state.fingerprint in named]
+    needed = [state for state in states if fingerprint_of(state, wire.header(payload).version) in named]
     assert len(needed) == len(named) <= count
     assert_same(wire.decode(payload, layout, references=needed), q)
     assert_same(wire.decode(wire.encode(q, references=states[:count], lossless=False), layout), q)
@@ -380,7 +381,7 @@ def test_every_tensor_takes_the_reference_that_helps_most() -> None:
     far, near_a, near_b = (three_tensors(m, s) for m, s in (((9, 9, 9), 7), ((0.02, 3, 9), 8), ((2, 0.01, 9), 9)))
     q = quantize_state(new, seed=1, rounding="dithered", step=0.3, place=1, strata=4)
     payload = wire.encode(q, references=[far, near_a, near_b])
-    assert wire.header(payload).reference_fingerprints == (near_a.fingerprint, near_b.fingerprint)
+    assert wire.header(payload).reference_fingerprints == (near_a.quick_fingerprint, near_b.quick_fingerprint)
     rows = wire.inspect(payload, q.layout).rows
     assert rows is not None and [r.mode for r in rows] == ["reference 1", "reference 2", "static"]
     assert_same(wire.decode(payload, q.layout, references=[near_b, far, near_a]), q)
@@ -396,7 +397,7 @@ def test_the_choice_looks_at_the_whole_tensor() -> None:
     second = values + 0.05 * bell(100_000, 4)
     q = quantize_state(one_weight(values, 1.0), seed=2, rounding="dithered", step=0.3, strata=2)
     payload = wire.encode(q, references=[one_weight(first, 1.0), one_weight(second, 1.0)])
-    assert wire.header(payload).reference_fingerprints == (one_weight(second, 1.0).fingerprint,)
+    assert wire.header(payload).reference_fingerprints == (one_weight(second, 1.0).quick_fingerprint,)
 
 
 def test_equal_references_are_named_once() -> None:
@@ -446,11 +447,11 @@ def test_inspection_of_version_2() -> None:
     found = fedfp8.inspect(payload)
     text = str(found)
     assert all(
-        words in text for words in ("version 2 (a change)", "place 1 of 4", *(g.fingerprint.hex() for g in given))
+        words in text for words in ("version 2 (a change)", "place 1 of 4", *(g.quick_fingerprint.hex() for g in given))
     )
     as_dict = json.loads(json.dumps(wire.inspect(payload, q.layout).to_dict()))
     assert (as_dict["place"], as_dict["strata"], as_dict["change"]) == (1, 4, True)
-    assert as_dict["reference_fingerprints"] == [g.fingerprint.hex() for g in given]
+    assert as_dict["reference_fingerprints"] == [g.quick_fingerprint.hex() for g in given]
     assert [row["mode"] for row in as_dict["tensors"]] == ["reference 1", "reference 2", "static"]
     assert sum(row["bytes"] for row in as_dict["tensors"]) + found.header.size + 3 * 4 + 8 == len(payload)
 
@@ -580,6 +581,7 @@ def test_fp8_codes_and_version_1_know_no_mix() -> None:
 
 
 def test_pack_and_unpack_given_several_references() -> None:
+    torch.manual_seed(0)  # one time in twenty a model that helps nothing looks as if it did, on a sample
     model, other = prepare(lenet()), prepare(lenet())
     first, second = (fedfp8.unpack(fedfp8.pack(m, seed=i), other) for i, m in enumerate((prepare(lenet()), model)))
     payload = fedfp8.pack(model, seed=3, rounding="dithered", step=0.5, reference=[first, second])

@@ -12,6 +12,9 @@ import torch
 from fedfp8 import E4M3, E5M2, Format, wire
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import QuantState, State, quantize_state
+from fedfp8.wire.container import Reader, checked_body
+from fedfp8.wire.message import read_plain, records
+from fedfp8.wire.steps import GAPS
 from wire_cases import assert_same, small_model, small_state
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,6 +66,8 @@ def _version_2() -> dict[str, Case]:
         "v2-strata-mix-of-three": (middle, three, wire.encode(middle, references=three)),
         "v2-strata-same": (strata, (start, mixed), wire.encode(strata, references=(start, mixed))),
         "v2-stochastic-two-references": _two_weights(),
+        "v2-change-gaps": _gaps(change=True),
+        "v2-strata-gaps": _gaps(change=False),
         "v1-one-of-three-references": (
             fp8,
             (last,),
@@ -83,6 +88,20 @@ def _two_weights() -> Case:
     one, other = small_state(layout), small_state(layout, 3, 2.0)
     q = quantize_state(State(layout, {**one.tensors, "b.weight": other["b.weight"] * 1.01}), seed=4)
     return q, (one, other), wire.encode(q, references=(one, other))
+
+
+def _gaps(change: bool) -> Case:
+    """A weight of which one in ten moved, in several blocks, and steps that need extra bits; with extreme hazards."""
+    layout = small_model(E4M3, 200, 100)
+    old, moved = small_state(layout), small_state(layout, 1, 0.02)
+    far = moved["net.weight"] + 40 * (torch.arange(20_000) % 997 == 0).view(200, 100)
+    new = State(layout, {**moved.tensors, "net.weight": far - old["net.weight"] if change else far})
+    q = quantize_state(
+        new, seed=20261117, rounding="dithered", step={"net.weight": 0.2, "net.bias": 0.05, "nothing": 1.0}, place=5,
+        strata=7, change=change,
+    )  # fmt: skip
+    given = () if change else (old,)
+    return q, given, wire.encode(q, references=given)
 
 
 def _large() -> Case:
@@ -140,7 +159,20 @@ def test_golden_payloads_meet_every_mode_of_version_2() -> None:
         "v2-strata-mix-of-three": (2, ["mix", "reference 1"]),
         "v2-strata-same": (2, ["same", "same"]),
         "v2-stochastic-two-references": (2, ["same 1", "reference 2"]),
+        "v2-change-gaps": (2, ["static", "static"]),
+        "v2-strata-gaps": (2, ["reference", "reference"]),
     }
+    for name in ("v2-change-gaps", "v2-strata-gaps"):
+        q, given, payload = CASES[name]
+        plan, _, data = next(records(q, given, _body(q, payload)))
+        assert plan.name == "net.weight" and data[0] & 31 == GAPS
+
+
+def _body(q: QuantState, payload: bytes) -> Reader:
+    """At the first coded tensor."""
+    head, layout, reader = checked_body(payload, q.layout)
+    read_plain(head, layout, reader)
+    return reader
 
 
 def test_worked_examples_in_the_docs() -> None:

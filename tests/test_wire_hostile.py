@@ -213,8 +213,9 @@ def test_version_2_without_what_is_new_decodes_too() -> None:
     """A sender may write it; ours does not."""
     one = PAYLOADS["dithered"]
     flags, rounding = one[5] & 1, one[5] >> 2
+    head = one[:4] + bytes([2, flags, rounding, 0, 0]) + one[6:22] + REFERENCE.quick_fingerprint
     assert_same(
-        wire.decode(seal(one[:4] + bytes([2, flags, rounding, 0, 0]) + one[6:-8]), LAYOUT, reference=REFERENCE),
+        wire.decode(seal(head + one[30:-8]), LAYOUT, reference=REFERENCE),
         wire.decode(one, LAYOUT, reference=REFERENCE),
     )
 
@@ -264,7 +265,7 @@ def test_a_mix_needs_two_references_dither_and_its_bytes() -> None:
 def test_a_mix_that_overflows_is_refused() -> None:
     """Finite references and coefficients, but a sum beyond float32."""
     big = [State(LAYOUT, {**s.tensors, "net.weight": s["net.weight"] * 5e37}) for s in (REFERENCE, SECOND)]
-    named = b"".join(state.fingerprint for state in big)
+    named = b"".join(state.quick_fingerprint for state in big)
 
     def change(body: bytearray) -> None:
         body[25:41] = named
@@ -284,7 +285,7 @@ def test_an_empty_layout_is_a_layout() -> None:
 def test_a_missing_reference_is_named() -> None:
     payload = PAYLOADS["two"]
     for held, missing in (((REFERENCE,), SECOND), ((SECOND,), REFERENCE)):
-        with pytest.raises(WireFormatError, match=missing.fingerprint.hex()):
+        with pytest.raises(WireFormatError, match=missing.quick_fingerprint.hex()):
             wire.decode(payload, LAYOUT, references=held)
 
 

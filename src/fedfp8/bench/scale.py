@@ -123,7 +123,7 @@ def _measure(link: ServerLink, state: State, chosen: list[int], sums: dict[str, 
     round, mean = link.open(state, chosen), WeightedMean(state.layout)
     lap("rest")
     for client in chosen:
-        sums["holding"] += link.usable(client) is not None
+        sums["holding"] += bool(link.usable(client))
         message = link.message(client)
         lap("code")
         orders = round.orders(client)

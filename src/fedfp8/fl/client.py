@@ -18,6 +18,7 @@ from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import header
+from fedfp8.wire.container import fingerprint_of
 
 __all__ = ["Assignment", "Client", "Reply"]
 
@@ -30,7 +31,7 @@ class Assignment:
     client: int
     payload: bytes
     orders: Orders
-    held: tuple[Entry, int] | None = None  # which model the client has on its disk; only a simulation needs to be told
+    held: tuple[tuple[Entry, int], ...] = ()  # which models the client has on its disk; only a simulation must be told
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Reply:
 class Client:
     """Runs assignments for any client of a federation; keeps one network per format, and the last payload it decoded.
 
-    held: the model that the client of an assignment received last, if it still has it. A payload names its reference,
-    so equal bytes are an equal model: clients that are sent the same decode it once.
+    held: the models that the client of an assignment received and still has. A payload names its references, so equal
+    bytes are an equal model: clients that are sent the same decode it once.
     """
 
-    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], State | None]) -> None:
+    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], list[State]]) -> None:
         self.config, self.federation, self.held = config, federation, held
         self.networks: dict[str, nn.Module] = {}
         self.start = state_of(self.network(federation.formats[0])) if shares_start(config) else None
@@ -85,11 +86,12 @@ class Client:
         format = self.federation.formats[assignment.client]
         if self._decoded is None or self._decoded[:2] != (format, assignment.payload):
             layout = wire_for(self.config, format).layout_down(layout_of(self.network(format)))
-            wanted = header(assignment.payload).reference_fingerprints
+            head = header(assignment.payload)
+            wanted = head.reference_fingerprints
             start = self.start.with_layout(layout) if self.start is not None else None
-            known = [start] if start is not None and start.fingerprint in wanted else []
-            if len(known) < len(wanted) and (held := self.held(assignment)) is not None:
-                known.append(held)
+            known = [start] if start is not None and fingerprint_of(start, head.version) in wanted else []
+            if len(known) < len(wanted):
+                known += self.held(assignment)
             message = read_message(assignment.payload, [layout], known)
             self._decoded = format, assignment.payload, message, dequantize_state(message)
         return self._decoded[3]

@@ -14,6 +14,7 @@ from fedfp8.errors import ConfigError
 from fedfp8.fl.settings import assign, choice, not_negative, positive
 from fedfp8.fp8 import Format
 from fedfp8.model.rounding import ROUNDINGS
+from fedfp8.wire.container import REFERENCES
 
 __all__ = ["METHODS", "Config", "cohort_size", "from_dict", "to_dict", "with_method", "with_settings"]
 
@@ -164,11 +165,14 @@ class WireConfig:
     """The bytes of a message, whose values it does not change."""
 
     lossless: bool = True  # code as few bits as possible; off: raw codes, as in the paper
-    client_cache: bool = True  # clients keep the last model they received as a reference for the next
+    client_cache: bool = True  # clients keep the models they receive as references for the next
+    visits: int = 3  # how many of them, 1 to 3: DQ codes the next given their mix, the others given the last one alone
     history: int = 40  # how many sent models the server remembers for that
 
     def __post_init__(self) -> None:
-        positive("wire", self, "history")
+        positive("wire", self, "history", "visits")
+        if self.visits > REFERENCES:
+            raise ConfigError(f"wire.visits is {self.visits}; at most {REFERENCES}")
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,11 @@ class Executor:
             reason = f"{type(error).__name__}: {error}"
             return Reply(job.client, error=reason) if isinstance(job, Assignment) else Failure(reason)
 
-    def held(self, assignment: Assignment) -> State | None:
-        """A client's disk: what it received last, made again from the server's model of that round."""
-        if assignment.held is None:
-            return None
-        entry, place = assignment.held
-        self.history.entries[entry.number] = entry
-        return self.history.sent(
-            entry.number, wire_for(self.config, self.client.federation.formats[assignment.client]), place
-        )
+    def held(self, assignment: Assignment) -> list[State]:
+        """A client's disk: what it received on its last visits, made again from the server's models of those rounds."""
+        wire = wire_for(self.config, self.client.federation.formats[assignment.client])
+        self.history.entries |= {entry.number: entry for entry, _ in assignment.held}
+        return [self.history.sent(entry.number, wire, place) for entry, place in assignment.held]
 
     def evaluate(self, job: Evaluation) -> tuple[float, float, float, int]:
         if self.loaded != job.model:

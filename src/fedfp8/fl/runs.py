@@ -310,7 +310,8 @@ def _line(
     line["model"] = server.state.fingerprint.hex()
     if config.wire.client_cache:
         model_bytes = sum(t.numel() * t.element_size() for t in server.state.values())
-        line["cache"] = {"client_bytes": model_bytes, "server_bytes": link.history.size()}
+        visits = max((len(visits) for visits in link.held.values()), default=1)
+        line["cache"] = {"client_bytes": visits * model_bytes, "server_bytes": link.history.size()}
     if record.round % config.round.eval_every == 0 or record.round == config.round.count:
         start = time.perf_counter()
         line |= _evaluate(folder, config, pool, server)

@@ -72,8 +72,8 @@ def run_round(
         held = link.usable(client)
         payload = round.payload(client)  # quantized, encoded: bytes leave the server
         down.update(payload[-CHECKSUM:])
-        entry = None if held is None else (link.history.entries[held[0]], held[1])
-        return Assignment(record.round, client, payload, round.orders(client), entry)
+        entries = tuple((link.history.entries[number], place) for number, place in held)
+        return Assignment(record.round, client, payload, round.orders(client), entries)
 
     # client: decode, LocalUpdate, quantize, encode; bytes come back, in client order
     for reply in workers.train(assignment(client) for client in cohort):

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord
 
 from fedfp8.errors import WireFormatError
 
-__all__ = ["STYPE", "array_of", "blob_of", "numpy_view", "record_of", "short", "split"]
+__all__ = ["STYPE", "array_of", "array_of_blob", "blob_of", "numpy_view", "record_of", "short", "split"]
 
 STYPE = "fedfp8/1"
 KEY = "payload"
@@ -21,8 +21,12 @@ NUMPY = "numpy.ndarray"  # Flower's name for what np.save wrote
 LONGEST = 400  # characters of what others sent that go into a log line or an error
 
 
+def array_of_blob(payload: bytes) -> Array:
+    return Array("uint8", (len(payload),), STYPE, payload)
+
+
 def record_of(payload: bytes, name: str = KEY) -> ArrayRecord:
-    return ArrayRecord({name: Array("uint8", (len(payload),), STYPE, payload)})
+    return ArrayRecord({name: array_of_blob(payload)})
 
 
 def split(record: ArrayRecord) -> tuple[dict[str, bytes], dict[str, Array]]:

@@ -1,13 +1,16 @@
-"""What a Flower client remembers between rounds: the last model it received, in ``Context.state``.
+"""What a Flower client remembers between rounds: the models it received on its last visits, in ``Context.state``.
 
-It is kept as a payload that needs no reference (a few bits a weight, not 32), one for each logical client of a node,
-and dropped when the server has certainly forgotten it. Losing it costs bytes and nothing else: the server sends the
+They are kept as payloads that need no reference (a few bits a weight, not 32), for each logical client of a node, and
+dropped when the server has certainly forgotten them. Losing it costs bytes and nothing else: the server sends the
 model once more without a reference.
 """
 
+from contextlib import suppress
+
 from flwr.app import Array, ArrayRecord, Context
 
-from fedfp8.flower.blob import STYPE
+from fedfp8.errors import Fedfp8Error
+from fedfp8.flower.blob import array_of_blob
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import State, dequantize_state
 from fedfp8.wire import decode
@@ -23,21 +26,30 @@ class ClientCache:
     def __init__(self, context: Context) -> None:
         self.records = context.state.array_records
 
-    def get(self, client: str, layout: Layout | None) -> State | None:
-        """The model `client` received last, if it is still there and of this layout."""
-        for array in (a for key, a in self._entries().items() if key.rpartition("@")[0] == client):
-            return dequantize_state(decode(array.data, layout))
-        return None
+    def get(self, client: str, layout: Layout | None) -> list[State]:
+        """The models of `client`, newest first, as far as they are still there and of this layout."""
+        entries, found = self._entries(), []
+        for key in self._keys(entries, client):
+            with suppress(Fedfp8Error):  # damaged, or of another run's model: as good as lost
+                found.append(dequantize_state(decode(entries[key].data, layout)))
+        return found
 
-    def put(self, client: str, payload: bytes, round: int, keep: int) -> None:
-        """Keep `payload` for `client`; forget what any client received `keep` rounds ago or more."""
-        entries = {
-            key: array
-            for key, array in self._entries().items()
-            if key.rpartition("@")[0] != client and int(key.rpartition("@")[2]) > round - keep
-        }
-        entries[f"{client}@{round}"] = Array("uint8", (len(payload),), STYPE, payload)
+    def put(self, client: str, payload: bytes, round: int, *, kept: int, rounds: int) -> None:
+        """Keep the newest `kept` payloads of `client`; forget what any client received `rounds` rounds ago or more."""
+        entries = {key: array for key, array in self._entries().items() if _round(key) > round - rounds}
+        entries[f"{client}@{round}"] = array_of_blob(payload)
+        for key in self._keys(entries, client)[kept:]:
+            del entries[key]
         self.records[RECORD] = ArrayRecord(entries)
 
     def _entries(self) -> dict[str, Array]:
         return dict(self.records.get(RECORD, {}))
+
+    @staticmethod
+    def _keys(entries: dict[str, Array], client: str) -> list[str]:
+        """Of a client's models, newest first."""
+        return sorted((key for key in entries if key.rpartition("@")[0] == client), key=_round, reverse=True)
+
+
+def _round(key: str) -> int:
+    return int(key.rpartition("@")[2])

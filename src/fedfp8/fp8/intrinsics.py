@@ -73,6 +73,16 @@ def _one_to_two(builder: Any, h: Any) -> Any:
 
 
 @intrinsic
+def hashed(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
+    """The 32 random bits of an element."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _hash(builder, *args)
+
+    return types.uint32(types.int64, types.uint32, types.uint32), codegen
+
+
+@intrinsic
 def uniform(typingctx: Any, index: Any, key0: Any, key1: Any, turn: Any) -> Any:
     """u of one element, a multiple of 2**-23 in [0, 1), from the hash plus `turn`."""
 

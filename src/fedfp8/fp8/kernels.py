@@ -25,6 +25,7 @@ from fedfp8.fp8.intrinsics import (
     centred,
     code_of,
     half_minus_uniform,
+    hashed,
     plus,
     pointer,
     poison,
@@ -113,6 +114,18 @@ def dither(x, out, per_step, limit, key0, key1, turn):
 def undither(k, out, step, key0, key1, turn):
     for i in range(k.size):
         out[i] = (F(k[i]) + half_minus_uniform(i, key0, key1, turn)) * step
+
+
+@kernel
+def dither_and_back(x, out, per_step, limit, step, key0, key1, turn):
+    """`undither` of `dither`, without the integers; returns what `dither` does."""
+    bad = False
+    for i in range(x.size):
+        y = x[i] * per_step
+        bad |= not (abs(y) <= limit)
+        k = np.floor(y + uniform(i, key0, key1, turn))
+        out[i] = (k + half_minus_uniform(i, key0, key1, turn)) * step
+    return bad
 
 
 @kernel
@@ -262,6 +275,19 @@ def largest_bits(x):
 
 
 @kernel
+def hashed_sum(words):
+    """Sum of word times a hash of its index, modulo 2**64: in any order, at the speed of memory.
+
+    Hashes of indices below 2**32 differ, and only that of the last one is 0: no change of a word, and no exchange of
+    two, leaves the sum as it was.
+    """
+    total, key = np.uint64(0), np.uint32(0)
+    for i in range(words.size):
+        total += np.uint64(hashed(i + 1, key, key)) * np.uint64(words[i])
+    return total
+
+
+@kernel
 def add_weighted(total, x, weight):
     """total += weight * x in float64."""
     for i in range(x.size):
@@ -312,3 +338,15 @@ def sum_of_squares_many(sources, sizes, ends, partial):
 def largest_bits_many(sources, sizes, out):
     for i in range(sizes.size):
         out[i] = largest_bits(carray(pointer(sources[i]), sizes[i], np.uint32))
+
+
+@kernel
+def hashed_sum_many(sources, sizes, out):
+    """sizes: in bytes; what is left of a last word counts as if zeros followed."""
+    for i in range(sizes.size):
+        raw = carray(pointer(sources[i]), sizes[i], np.uint8)
+        words, rest = sizes[i] // 4, np.zeros(1, np.uint32)
+        for j in range(sizes[i] - 4 * words):
+            rest[0] |= np.uint32(raw[4 * words + j]) << np.uint32(8 * j)
+        out[i] = hashed_sum(carray(pointer(sources[i]), words, np.uint32))
+        out[i] += np.uint64(hashed(words + 1, np.uint32(0), np.uint32(0))) * np.uint64(rest[0])

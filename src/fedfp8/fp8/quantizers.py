@@ -133,12 +133,21 @@ def dither(
         bad = not bool((ordered * float(per_step)).abs().le(DITHER_LIMIT).all())
         out = restore(eager.dither(ordered, float(per_step), keys))
     if bad:
-        if not bool(torch.isfinite(x).all()):
-            raise _not_finite(x, name)
-        raise QuantizationError(
-            f"{_called('tensor', name)} reaches {float(x.abs().max()):.4g} at a step of {step:.4g}; at most 2**20 "
-            "steps are supported: use a larger step, or send it as float32"
-        )
+        raise _not_dithered(x, step, name)
+    return out
+
+
+def dither_and_back(
+    x: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
+) -> torch.Tensor:
+    """``undither(dither(x, ...), ...)`` of a tensor that has a kernel, in one pass."""
+    from fedfp8.fp8 import kernels
+
+    step = _step_value(step, name)
+    constants = np.float32(1.0 / step), np.float32(DITHER_LIMIT), np.float32(step)
+    out, bad = through(kernels.dither_and_back, x, torch.float32, constants, dither_keys(seed, place, strata))
+    if bad:
+        raise _not_dithered(x, step, name)
     return out
 
 
@@ -180,6 +189,15 @@ def _not_finite(x: torch.Tensor, name: str | None) -> QuantizationError:
     return QuantizationError(
         f"{_called('tensor', name)} holds {bad} NaN or Inf of {x.numel()} values; only finite values can be "
         "encoded: check the training step that made them"
+    )
+
+
+def _not_dithered(x: torch.Tensor, step: float, name: str | None) -> QuantizationError:
+    if not bool(torch.isfinite(x).all()):
+        return _not_finite(x, name)
+    return QuantizationError(
+        f"{_called('tensor', name)} reaches {float(x.abs().max()):.4g} at a step of {step:.4g}; at most 2**20 "
+        "steps are supported: use a larger step, or send it as float32"
     )
 
 

@@ -69,12 +69,17 @@ def is_coded(name: str, tensor: torch.Tensor, coded: Coded = ()) -> bool:
 
 
 def state_of_arrays(
-    arrays: Arrays, format: Format | None, coded: Coded = (), ranges: Mapping[str, float] | None = None
+    arrays: Arrays,
+    format: Format | None,
+    coded: Coded = (),
+    ranges: Mapping[str, float] | None = None,
+    *,
+    copy: bool = True,
 ) -> State:
     """The State of a program's tensors.
 
     format: of FP8 codes; None: coded tensors are plain floats, since dither needs no range. ranges: for coded tensors,
-    instead of what max|w| would give.
+    instead of what max|w| would give. copy=False: coded tensors may be the caller's own, for a state that is not kept.
     """
     specs: list[TensorSpec] = []
     values: list[torch.Tensor] = []
@@ -95,10 +100,10 @@ def state_of_arrays(
             bits = _as_bits(name, tensor)
             add(TensorSpec(f"{name}:{dtype}", shape, _dtype(bits), "integer"), bits)
         elif format is None:
-            add(TensorSpec(name, shape, dtype, "float"), _copy(tensor))
+            add(TensorSpec(name, shape, dtype, "float"), _copy(tensor, copy))
         else:
             own = f"{alphas[name]}:{_dtype(tensors[alphas[name]])}" if name in alphas else f"{name}:{MADE}"
-            floats = _copy(tensor)
+            floats = _copy(tensor, copy)
             add(TensorSpec(name, shape, dtype, "fp8", format, own), floats)
             if name not in alphas:
                 made = (ranges or {}).get(name) or float(floats.abs().max()) or 1.0
@@ -224,6 +229,8 @@ def _as_bits(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(BITS[tensor.element_size()])
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 copy in logical order."""
+def _copy(tensor: torch.Tensor, always: bool = True) -> torch.Tensor:
+    """A float32 copy in logical order; the tensor itself if it is one and need not be copied."""
+    if not always:
+        return tensor.to(torch.float32).contiguous()
     return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

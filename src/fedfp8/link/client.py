@@ -8,6 +8,7 @@ reply = client.reply(model.state_dict())
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedfp8.model.layout import Layout
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
-from fedfp8.wire.container import checked_body
+from fedfp8.wire.container import REFERENCES, checked_body, fingerprint_of
 
 __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 
@@ -31,7 +32,7 @@ ALWAYS, BELIEVED = 1 << 28, 64  # elements of a model that are believed: so many
 def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:
     """What is in a payload; LostReference if it needs a model that is not among `references`."""
     head = header(payload)
-    held = {state.fingerprint: state for state in references}
+    held = {fingerprint_of(state, head.version): state for state in references if head.reference_fingerprints}
     if missing := [f for f in head.reference_fingerprints if f not in held]:
         raise LostReference(
             f"the model is coded given model {missing[0].hex()}, which this client does not have (any more); ask the "
@@ -76,9 +77,10 @@ def quantize_reply(local: State, received: State, orders: Orders) -> tuple[Quant
 class ClientLink:
     """Models in, updates out. One for each client.
 
-    start: the model that the server was given as start, if it was. store: a folder where the last model is kept, for a
-    client whose process does not live from round to round. held: the same for a client whose memory is kept by others:
-    what `packed` was after the last message, b"" at first. arrays: "torch" or "numpy", what `receive` returns.
+    start: the model that the server was given as start, if it was. store: a folder where the last models are kept, for
+    a client whose process does not live from round to round. packed: the same for a client whose memory is kept by
+    others: what the attribute was after the last message, nothing at first. arrays: "torch" or "numpy", what `receive`
+    returns.
     """
 
     def __init__(
@@ -86,20 +88,25 @@ class ClientLink:
         *,
         start: "Arrays | Callable[[], Arrays] | None" = None,
         store: "str | Path | None" = None,
-        held: bytes | None = None,
+        packed: Iterable[bytes] | None = None,
         arrays: str = "torch",
     ) -> None:
         if arrays not in ("torch", "numpy"):
             raise RunError(f"arrays is {arrays!r}; choose 'torch' or 'numpy'")
         self.start = start() if callable(start) else start
-        self.path = None if store is None else Path(store) / "received.safetensors"
+        self.store = None if store is None else Path(store)
         self.arrays = arrays
-        self.held: State | None = None  # the model received last
-        self.packed = held  # the same as bytes, about one a weight
+        self.visits: list[State] = []  # models received, newest first: as many as the server said to keep
+        self.packed = None if packed is None else list(packed)  # the same as bytes, about one a weight
         self._orders: Orders | None = None
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.store is not None:
+            self.store.mkdir(parents=True, exist_ok=True)
         self._read()
+
+    @property
+    def held(self) -> State | None:
+        """The model received last."""
+        return self.visits[0] if self.visits else None
 
     def receive(self, message: bytes, *, copy: bool = True) -> dict[str, Any]:
         """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then.
@@ -108,25 +115,39 @@ class ClientLink:
         """
         orders, payload = Orders.split(message)
         start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
-        known = [state for state in (self.held, start) if state is not None]
+        known = self.visits if start is None else [*self.visits, start]
         _check_size(payload)
         content = read_message(payload, [state.layout for state in known], known)
-        packed = None if self.packed is None else pack_message(content) if orders.cache else b""
+        packed = b"" if self.packed is None or not orders.kept else pack_message(content)
         received = dequantize_state(content, consume=True)
-        self.held, self.packed, self._orders = received, packed, orders
-        if self.path is not None and orders.cache:
-            write_state(self.path, received)
+        self._remember(received, packed, orders)
         tensors = tensors_of(received)
         if copy:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return {name: numpy_of(t) for name, t in tensors.items()} if self.arrays == "numpy" else tensors
+
+    def _remember(self, received: State, packed: bytes, orders: Orders) -> None:
+        """As many models as the server counts on; one that was sent twice (to evaluate, then to train) is one."""
+        again = self.held is not None and self.held.quick_fingerprint == received.quick_fingerprint
+        self._orders, self.visits = orders, [received, *self.visits[again:]][: max(orders.kept, 1)]
+        if self.packed is not None:
+            self.packed = [packed, *self.packed[again:]][: orders.kept]
+        if self.store is not None and orders.kept and not again:
+            for number in reversed(range(1, orders.kept)):
+                with suppress(FileNotFoundError):
+                    self._file(number - 1).replace(self._file(number))
+            write_state(self._file(0), received)
+
+    def _file(self, number: int) -> Path:
+        assert self.store is not None
+        return self.store / f"received{f'-{number}' if number else ''}.safetensors"
 
     def reply(self, arrays: Arrays) -> bytes:
         """The bytes to send back: `arrays` given what was received. Some of its tensors may be left out."""
         if self.held is None or self._orders is None:
             raise RunError("there is nothing to reply to; call receive first")
         given = self._like_received(arrays)
-        local = state_of_arrays(given, self._orders.format_up, self._coded())
+        local = state_of_arrays(given, self._orders.format_up, self._coded(), copy=False)
         received = {spec.name: spec for spec in self.held.layout}
         for spec in local.layout:  # a range made here is max|w| of the reply; nothing else may differ
             if received.get(spec.name) != spec:
@@ -164,32 +185,34 @@ class ClientLink:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the client holds, as named tensors, also between `receive` and `reply`."""
-        if self.held is None:
+        if not self.visits:
             return {}
         orders = b"" if self._orders is None else self._orders.to_bytes()
-        meta = {"layout": self.held.layout.to_bytes().decode(), "orders": orders.hex()}
+        meta = {"layouts": [state.layout.to_bytes().decode() for state in self.visits], "orders": orders.hex()}
         text = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
-        return {"meta": text} | {f"tensor/{name}": tensor for name, tensor in self.held.items()}
+        tensors = {f"{i}/{name}": tensor for i, state in enumerate(self.visits) for name, tensor in state.items()}
+        return {"meta": text} | tensors
 
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
         try:
-            self.held, self._orders = None, None
+            self.visits, self._orders = [], None
             if "meta" in saved:
                 meta = json.loads(saved["meta"].numpy().tobytes())
-                layout = Layout.from_bytes(meta["layout"].encode())
-                self.held = State(layout, {s.name: saved[f"tensor/{s.name}"].contiguous() for s in layout})
+                for i, text in enumerate(meta["layouts"]):
+                    layout = Layout.from_bytes(text.encode())
+                    self.visits.append(State(layout, {s.name: saved[f"{i}/{s.name}"].contiguous() for s in layout}))
                 self._orders = Orders.split(bytes.fromhex(meta["orders"]))[0] if meta["orders"] else None
         except (KeyError, ValueError, TypeError) as error:
             raise RunError(f"this is not the state of a ClientLink: {error}; give what state_dict returned") from None
 
     def _read(self) -> None:
-        try:
-            if self.path is not None and self.path.exists():
-                self.held = read_state(self.path)
-            elif self.packed:
-                self.held = dequantize_state(unpack_message(self.packed), consume=True)
-        except Fedfp8Error:  # damaged: as good as lost
-            self.held = None
+        files = [] if self.store is None else [self._file(number) for number in range(REFERENCES)]
+        for file in files:
+            with suppress(Fedfp8Error):  # damaged: as good as lost
+                self.visits += [read_state(file)] if file.exists() else []
+        for packed in self.packed or ():
+            with suppress(Fedfp8Error):
+                self.visits.append(dequantize_state(unpack_message(packed), consume=True))
 
 
 def _check_size(payload: bytes) -> None:

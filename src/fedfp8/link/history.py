@@ -12,13 +12,16 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
+from fedfp8.model.state import QuantState, State, quantize_state, received_state
 
 __all__ = ["Entry", "History", "quantize_down"]
+
+IN_MEMORY = 1 << 26  # bytes of models that are not read again from their files
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,17 @@ class Entry:
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    return quantize_state(
-        state,
-        seed=wire.seed_down(root, entry.number),
-        rounding=wire.down,
-        step=steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
-        place=place if wire.has_places else 0,
-        strata=entry.strata if wire.has_places else 1,
-    )
+    return quantize_state(state, **_how(state, entry, wire, place, root))
+
+
+def _how(state: State, entry: Entry, wire: Wire, place: int, root: int) -> dict[str, Any]:
+    return {
+        "seed": wire.seed_down(root, entry.number),
+        "rounding": wire.down,
+        "step": steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
+        "place": place if wire.has_places else 0,
+        "strata": entry.strata if wire.has_places else 1,
+    }
 
 
 class History:
@@ -66,8 +72,7 @@ class History:
         entry = Entry(number, model.fingerprint, cohort, strata)
         with self._lock:
             self.entries[number] = entry
-            latest = max(self._models, default=number)
-            self._models = {latest: self._models[latest], number: model} if self._models else {number: model}
+            self._hold(number, model)
             write_state(self.path(number), model, sync=False)
             self._checked.add(entry.fingerprint)
         return entry
@@ -77,13 +82,20 @@ class History:
             if number not in self._models:
                 if number not in self.entries:
                     raise RunError(f"model {number} is not in the history any more")
-                latest = max(self._models, default=number)
-                self._models = {n: m for n, m in self._models.items() if n == latest}  # the current one, and one more
                 wanted = self.entries[number].fingerprint
                 # Once: hashing takes as long as coding. Damage later on is found by who receives what is made of it.
-                self._models[number] = read_state(self.path(number), None if wanted in self._checked else wanted)
+                self._hold(number, read_state(self.path(number), None if wanted in self._checked else wanted))
                 self._checked.add(wanted)
             return self._models[number]
+
+    def _hold(self, number: int, model: State) -> None:
+        """In memory: the current model, one more, and of small ones as many as fit into IN_MEMORY."""
+        most = max(2, IN_MEMORY // max(sum(tensor.nbytes for tensor in model.values()), 1))
+        current = max([number, *self._models])
+        others = [n for n in self._models if n not in (current, number)]
+        for other in others[: max(len(others) + 2 - most, 0)]:
+            del self._models[other]
+        self._models[number] = model
 
     def sent(self, number: int, wire: Wire, place: int) -> State:
         """What a client at `place` decoded in the round of model `number`."""
@@ -92,8 +104,9 @@ class History:
             if key not in self._sent:
                 while len(self._sent) >= (1 if wire.has_places else 2):  # with places, others ask for other models
                     self._sent.pop(next(iter(self._sent)))
-                message = quantize_down(self.model(number), self.entries[number], wire, place, self.root)
-                self._sent[key] = dequantize_state(message, consume=True)
+                model = self.model(number)
+                state = model.with_layout(wire.layout_down(model.layout))
+                self._sent[key] = received_state(state, **_how(state, self.entries[number], wire, place, self.root))
             return self._sent[key]
 
     def keep_only(self, numbers: Iterable[int]) -> None:

@@ -2,26 +2,29 @@
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fedfp8.errors import WireFormatError
-from fedfp8.fp8.measure import largest
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.link.wire import Orders, Wire, unlike
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import QuantState, State, dequantize_state
 from fedfp8.wire import decode, encode, header
-from fedfp8.wire.container import checked_body
+from fedfp8.wire.container import REFERENCES, checked_body
 
 if TYPE_CHECKING:
     from fedfp8.link.server import ServerLink
 
-__all__ = ["Client", "Round"]
+__all__ = ["Client", "Round", "Visit"]
+
+LARGE = 1 << 28  # bytes of a model
 
 Client = str | int
+Visit = tuple[int, int]  # (number of the model that was sent, place it was sent for)
 
 
 class Round:
@@ -49,14 +52,13 @@ class Round:
 
     def payload(self, client: Client) -> bytes:
         """The bytes for one client, coded given what it holds."""
-        held = self.link.usable(client)
-        payload = self._encoded(client, held, self.link.has_start(client))
+        payload = self._encoded(client, self.link.usable(client), self.link.has_start(client))
         self.traffic["down"][client] = self.traffic["down"].get(client, 0) + len(payload)
         return payload
 
     def whole(self, client: Client) -> bytes:
         """The same model for a client that holds nothing."""
-        payload = self._encoded(client, None, False)
+        payload = self._encoded(client, (), False)
         self.traffic["resent"][client] = self.traffic["resent"].get(client, 0) + len(payload)
         return payload
 
@@ -68,8 +70,17 @@ class Round:
         link, wire = self.link, self.wires[client]
         return Orders(
             wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
-            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, link.cache, link.coded,
+            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, self.kept(client),
+            link.coded,
         )  # fmt: skip
+
+    def kept(self, client: Client) -> int:
+        """Models that a client is to keep. Of a large one it is one, since each takes both sides 4 bytes a weight."""
+        return 0 if not self.link.cache else 1 if self._large else self.wires[client].kept
+
+    @cached_property
+    def _large(self) -> bool:
+        return sum(tensor.nbytes for tensor in self.model.values()) > LARGE
 
     def receive(self, client: Client, payload: bytes) -> State:
         """A client's update in the server's frame, checked: its layout, its random bits, finite values."""
@@ -110,9 +121,11 @@ class Round:
                 "message belongs to another round, client or run"
             )
 
-    def _encoded(self, client: Client, held: tuple[int, int] | None, start: bool) -> bytes:
+    def _encoded(self, client: Client, held: tuple[Visit, ...], start: bool) -> bytes:
         wire, place = self.wires[client], self.places[client]
-        given = held if held is None or wire.has_places else (held[0], 0)
+        if held and held[0][0] == self.entry.number:
+            held = held[:1]  # this very model: nothing else is needed
+        given = held if wire.has_places else tuple((number, 0) for number, _ in held)
         key = wire, place if wire.has_places else 0, given, start
         if key in self._payloads:
             return self._payloads[key]
@@ -121,11 +134,12 @@ class Round:
             self._message = key[:2], quantize_down(self.model, self.entry, wire, place, self.link.seed)
         message, references = self._message[1], []
         if wire.lossless:
-            references += [] if held is None else [self.link.history.sent(held[0], wire, held[1])]
+            references += [self.link.history.sent(number, wire, at) for number, at in held]
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
-        known = held is not None or start or self.link.layout_known
+            references = references[:REFERENCES]
+        known = bool(held) or start or self.link.layout_known
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
-        if held is None or not wire.has_places:  # others will ask for the same
+        if not held or not wire.has_places:  # others will ask for the same
             self._payloads[key] = payload
         if self.cohort <= self.entry.strata:  # nobody else has this place
             self._message = None
@@ -158,6 +172,6 @@ def _check_finite(update: State, model: State) -> None:
             good = values.view(dtype).isfinite() | (values == model[spec.name])
             finite = bool(good.all())
         else:
-            finite = math.isfinite(largest(values))
+            finite = math.isfinite(update.largest(spec.name))
         if not finite:
             raise WireFormatError(f"tensor {spec.name!r} of the update holds NaN or Inf; the update is not usable")

@@ -22,7 +22,7 @@ import torch
 from fedfp8.errors import Fedfp8Error, QuantizationError, RunError
 from fedfp8.link.arrays import Arrays, Frame, state_of_arrays, tensors_of
 from fedfp8.link.history import Entry, History
-from fedfp8.link.round import Client, Round
+from fedfp8.link.round import Client, Round, Visit
 from fedfp8.link.wire import Wire, wire_named
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import State
@@ -64,7 +64,7 @@ class ServerLink:
         self.ranges: dict[str, float] = {}  # of FP8 codes, where the caller chose them
         self.start = self._state(start() if callable(start) else start) if start is not None else None
         self.frame: Frame | None = None
-        self.held: dict[Client, tuple[int, int]] = {}  # client -> (number of the model, place) it holds
+        self.held: dict[Client, tuple[Visit, ...]] = {}  # what each client holds, newest first
         self.losses: dict[Client, int] = {}
         self.without_start: set[Client] = set()
         self.saved_elsewhere = folder is not None  # then whoever saves the link cleans its history
@@ -134,8 +134,7 @@ class ServerLink:
             if client not in round.wires:
                 round.wires[client] = self._wire(client) if callable(self._wire) else self._wire
                 turn = len(round.places) % round.entry.strata
-                number, place = self.held.get(client, (0, 0))
-                round.places[client] = place if number == round.entry.number else turn  # the very model: its place too
+                round.places[client] = self._place(client, round.entry, turn)
 
     def message(self, client: Client) -> bytes:
         """What to send to one client of the open round."""
@@ -154,23 +153,26 @@ class ServerLink:
         with self._lock:
             if self.round is None:
                 return
+            number = self.round.entry.number
             for client, place in self.round.places.items():
-                self.held.pop(client, None)
+                before = self.held.pop(client, ())
                 if self.cache and client in self.round.confirmed:
-                    self.held[client] = self.round.entry.number, place
+                    older = [visit for visit in before if visit[0] != number]
+                    self.held[client] = ((number, place), *older)[: self.round.kept(client)]
             self.round = None
-            newest = sorted({number for number, _ in self.held.values()} | {self.number}, reverse=True)[: self.limit]
-            self.held = {client: (n, place) for client, (n, place) in self.held.items() if n in newest}
+            numbers = {number for visits in self.held.values() for number, _ in visits}
+            newest = set(sorted(numbers | {self.number}, reverse=True)[: self.limit])
+            found = {client: tuple(v for v in visits if v[0] in newest) for client, visits in self.held.items()}
+            self.held = {client: visits for client, visits in found.items() if visits}
             self.history.keep_only(newest)
             if not self.saved_elsewhere:
                 self.history.clean()
 
-    def usable(self, client: Client) -> tuple[int, int] | None:
-        """(number, place) of the model that a client holds, if it serves as a reference."""
-        held = self.held.get(client)
-        if held is None or held[0] not in self.history.entries or self.losses.get(client, 0) >= LOSSES:
-            return None
-        return held
+    def usable(self, client: Client) -> tuple[Visit, ...]:
+        """The models that a client holds and that serve as references, newest first."""
+        if self.losses.get(client, 0) >= LOSSES:
+            return ()
+        return tuple(visit for visit in self.held.get(client, ()) if visit[0] in self.history.entries)
 
     def has_start(self, client: Client) -> bool:
         return self.start is not None and client not in self.without_start
@@ -191,9 +193,11 @@ class ServerLink:
     def _deal(self, cohort: list[Client], entry: Entry) -> dict[Client, int]:
         """Places, dealt evenly in an order drawn for the round; who holds this very model keeps its place."""
         order = torch.randperm(len(cohort), generator=generator(self.seed, "places", self.opened)).tolist()
-        places = {client: turn % entry.strata for client, turn in zip(cohort, order, strict=True)}
-        kept = {c: place for c in cohort for n, place in [self.held.get(c, (0, 0))] if n == entry.number}
-        return places | kept
+        return {c: self._place(c, entry, turn % entry.strata) for c, turn in zip(cohort, order, strict=True)}
+
+    def _place(self, client: Client, entry: Entry, turn: int) -> int:
+        """In this round: the next in turn, or the one it had when it was sent this very model."""
+        return next((place for number, place in self.held.get(client, ()) if number == entry.number), turn)
 
     # Tensors
 
@@ -238,7 +242,7 @@ class ServerLink:
             "seed": self.seed,
             "opened": self.opened,
             "number": self.number,
-            "held": [[client, *held] for client, held in self.held.items()],
+            "held": [[client, *visits] for client, visits in self.held.items()],
             "losses": list(map(list, self.losses.items())),
             "without_start": list(self.without_start),
             "entries": [[e.number, e.fingerprint.hex(), e.cohort, e.strata] for e in self.history.entries.values()],
@@ -255,7 +259,7 @@ class ServerLink:
         """The inverse; the models must be in the history's folder."""
         self.seed = self.history.root = int(meta["seed"])
         self.opened, self.number = int(meta["opened"]), int(meta["number"])
-        self.held = {client: (number, place) for client, number, place in meta["held"]}
+        self.held = {client: tuple((number, place) for number, place in visits) for client, *visits in meta["held"]}
         self.losses = dict(map(tuple, meta["losses"]))
         self.without_start = set(meta["without_start"])
         self.history.entries = {n: Entry(n, bytes.fromhex(f), size, strata) for n, f, size, strata in meta["entries"]}

@@ -104,7 +104,7 @@ def unpack_message(data: bytes) -> QuantState:
             raise WireFormatError(DAMAGED)
         values = np.frombuffer(body[position:end], np.uint8)
         if spec.name in rest:
-            q.rest[spec.name] = torch.from_numpy(values.copy()).view(dtype).view(spec.shape)
+            q.rest[spec.name] = torch.from_numpy(values.view(name).copy()).view(spec.shape)
         elif dtype in WIDTHS:
             q.codes[spec.name] = torch.from_numpy(values.view(name).astype(np.int32))
         else:

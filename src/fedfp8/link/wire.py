@@ -26,6 +26,7 @@ from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, rounding_of
 from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
+from fedfp8.wire.container import REFERENCES
 
 __all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
 
@@ -48,6 +49,7 @@ class Wire:
     strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
     preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
     lossless: bool = True
+    visits: int = 3  # dithered: a client keeps the models of so many visits; the next is coded given their mix
     name: str = ""  # goes into the seeds, so that two wires of one round have bits of their own
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class Wire:
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
         if not 1 <= self.strata <= 256:
             raise ConfigError(f"strata is {self.strata}; between 1 (the same random bits for all) and 256")
+        if not 1 <= self.visits <= REFERENCES:
+            raise ConfigError(f"visits is {self.visits}; a message is coded given 1 to {REFERENCES} models")
 
     @property
     def sends_changes(self) -> bool:
@@ -70,6 +74,11 @@ class Wire:
     def has_places(self) -> bool:
         """Whether what a client receives depends on its place in the cohort."""
         return ROUNDINGS[self.down].has_steps
+
+    @property
+    def kept(self) -> int:
+        """Received models that a client keeps; of FP8 codes there is no mix, and the newest alone serves."""
+        return self.visits if ROUNDINGS[self.down].has_steps else 1
 
     def places(self, cohort: int) -> int:
         """Strata of a round with this many clients: one each, or as many as leave the least error of their mean."""
@@ -163,7 +172,7 @@ def unlike(reply: State, change: State) -> bool:
 
 MAGIC, VERSION = b"fp8l", 1
 HEAD = struct.Struct("<4sBBBBBBffQH")
-LOSSLESS, CACHE, HAS_FORMAT = 1, 2, 4
+LOSSLESS, HAS_FORMAT, KEPT = 1, 2, 2  # flags, and from which bit on they say how many models to keep
 
 
 @dataclass(frozen=True)
@@ -178,11 +187,11 @@ class Orders:
     place: int = 0  # of this client in a cell, and how many there are
     strata: int = 1
     lossless: bool = True
-    cache: bool = True  # keep what was received: the next model may be coded given it
+    kept: int = 1  # received models to keep, this one included: the next may be coded given them; 0: none
     coded: tuple[str, ...] = ()  # name patterns, where the server has some
 
     def to_bytes(self) -> bytes:
-        flags = LOSSLESS * self.lossless | CACHE * self.cache | HAS_FORMAT * (self.format_up is not None)
+        flags = LOSSLESS * self.lossless | HAS_FORMAT * (self.format_up is not None) | self.kept << KEPT
         bits = 0 if self.format_up is None else self.format_up.exponent_bits << 4 | self.format_up.mantissa_bits
         patterns = "\n".join(self.coded).encode()
         rounding = ROUNDINGS[self.up].number
@@ -198,11 +207,11 @@ class Orders:
             patterns = bytes(message[HEAD.size : end]).decode()
             format = Format(bits >> 4, bits & 15) if flags & HAS_FORMAT else None
             sound = math.isfinite(kappa) and kappa > 0 and math.isfinite(fan_in) and fan_in >= 0 and place <= last
-            if magic != MAGIC or version != VERSION or flags > 7 or not sound or len(message) < end:
+            if magic != MAGIC or version != VERSION or flags >> KEPT > REFERENCES or not sound or len(message) < end:
                 raise ValueError(f"it begins with {bytes(message[:5])!r}")
             orders = cls(
                 rounding_of(rounding).name, format, kappa, fan_in, seed, place, last + 1, bool(flags & LOSSLESS),
-                bool(flags & CACHE), tuple(patterns.split("\n")) if patterns else (),
+                flags >> KEPT, tuple(patterns.split("\n")) if patterns else (),
             )  # fmt: skip
         except (struct.error, ValueError, KeyError) as error:
             raise WireFormatError(

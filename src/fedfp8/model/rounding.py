@@ -17,6 +17,7 @@ import torch
 from fedfp8.fp8 import dither, from_codes, to_codes, undither
 from fedfp8.fp8.many import dither_many, undither_many
 from fedfp8.fp8.parallel import dither_keys
+from fedfp8.fp8.quantizers import dither_and_back
 from fedfp8.fp8.strides import has_kernel
 from fedfp8.model.layout import TensorSpec
 
@@ -66,6 +67,11 @@ class Rounding:
     def dequantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
         return [self.dequantize(*item) for item in batch]
 
+    def receive_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        """What becomes of some tensors on the way: dequantized as soon as they are quantized."""
+        codes = self.quantize_batch(batch)
+        return self.dequantize_batch([(s, k, a, step, d) for (s, _, a, step, d), k in zip(batch, codes, strict=True)])
+
 
 class Float8(Rounding):
     """To the FP8 grid of the tensor's format and range; as many bits a weight as the format has."""
@@ -105,6 +111,13 @@ class Dithered(Rounding):
 
     def dequantize_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
         return _together(self.dequantize, undither_many, batch)
+
+    def receive_batch(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        """A large tensor, which is a batch of its own, in one pass."""
+        spec, values, _, step, draw = batch[0]
+        if len(batch) > 1 or not step or not has_kernel(values):
+            return super().receive_batch(batch)
+        return [dither_and_back(values, step, seed=draw.seed, place=draw.place, strata=draw.strata, name=spec.name)]
 
 
 def _together(

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import rms
-from fedfp8.fp8.many import batches, largest_many, rms_many
+from fedfp8.fp8.many import batches, hashed_sum_many, largest_many, rms_many
 from fedfp8.fp8.measure import largest
 from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantizers import STEP_MIN
@@ -26,7 +27,7 @@ from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.rng import derive_seed
 
-__all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "tensor_seed"]
+__all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "received_state", "tensor_seed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,12 @@ class State(Mapping[str, torch.Tensor]):
             digest.update(tensor.view(-1).numpy().data if tensor.numel() else b"")
         return digest.digest()
 
+    @cached_property
+    def quick_fingerprint(self) -> bytes:
+        """The same at the speed of memory: tells models apart that differ by accident, not by design."""
+        sums = hashed_sum_many(list(self.tensors.values())).astype("<u8", copy=False)
+        return hashlib.blake2b(self.layout.fingerprint + sums.tobytes(), digest_size=8).digest()
+
     def rms(self, name: str) -> float:
         """Root mean square of a tensor; computed once, since every message given this state asks for it."""
         if not self._rms:
@@ -95,7 +102,7 @@ class State(Mapping[str, torch.Tensor]):
 
     def with_layout(self, layout: Layout) -> "State":
         """The same tensors under a layout that differs in formats only."""
-        return self if layout is self.layout else State(layout, self.tensors)
+        return self if layout.fingerprint == self.layout.fingerprint else State(layout, self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,12 +152,14 @@ def quantize_state(
     place: int = 0,
     strata: int = 1,
     change: bool = False,
+    received: bool = False,
 ) -> QuantState:
     """Quantize a whole state.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
     ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
-    change: marks `state` as one of differences; nothing is subtracted here.
+    change: marks `state` as one of differences; nothing is subtracted here. received: values in the place of codes, for
+    `received_state`.
     """
     if rounding not in ROUNDINGS:
         raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
@@ -170,8 +179,16 @@ def quantize_state(
         if rule.has_steps:
             q.steps.update({spec.name: _step(spec, state, step, step_of, reference) for _, spec in batch})
         items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
-        q.codes.update(zip((spec.name for _, spec in batch), rule.quantize_batch(items), strict=True))
+        made = rule.receive_batch(items) if received else rule.quantize_batch(items)
+        q.codes.update(zip((spec.name for _, spec in batch), made, strict=True))
     return q
+
+
+def received_state(state: State, **how: Any) -> State:
+    """``dequantize_state(quantize_state(state, ...))`` in one pass where there is one."""
+    q = quantize_state(state, received=True, **how)
+    found = q.rest | {spec.name: q.codes[spec.name].view(spec.shape) for spec in q.layout if spec.name in q.codes}
+    return State(q.layout, {spec.name: found[spec.name] for spec in q.layout})
 
 
 def dequantize_state(q: QuantState, *, consume: bool = False) -> State:

@@ -9,7 +9,7 @@ The job's own code goes on seeing ordinary models. What happens is in `filters.p
 from collections.abc import Iterable
 from typing import Any
 
-from fedfp8.errors import extra
+from fedfp8.errors import ConfigError, extra
 
 with extra("nvflare"):
     import nvflare  # noqa: F401
@@ -28,6 +28,7 @@ def add_to(
     or else all that are connected. tasks: the names of the tasks that carry the model. Filters of your own that change
     a model before it is sent (privacy) are added before this call, those that want to see what arrived after it.
     """
+    _refuse_what_cannot_work(recipe)
     names = list(tasks)
     clients = clients or getattr(recipe, "min_clients", 0)
     recipe.add_server_output_filter(SendModel(wire, clients, settings), tasks=names)
@@ -36,3 +37,22 @@ def add_to(
     recipe.add_client_output_filter(SendUpdate(), tasks=names)
     packages = recipe._job.job.app_packages  # sites have fedfp8 installed: the job need not bring its source
     recipe._job.set_app_packages(sorted({*packages, "fedfp8"}))
+
+
+# Parts of FLARE that change what crosses the network in a way that leaves nothing to code, or no server to code for.
+NOT_WITH = {
+    "nvflare.app_common.ccwf.": "its clients send models to each other; fedfp8 codes what server and clients exchange",
+    "nvflare.app_opt.he.": "encrypted models cannot be coded",
+    "nvflare.app_opt.pt.quantization.": "FLARE's own quantization is in it; take out one of the two",
+}
+
+
+def _refuse_what_cannot_work(recipe: Any) -> None:
+    for app in getattr(recipe._job, "_deploy_map", {}).values():
+        config = app.app_config
+        parts = [flow.controller for flow in getattr(config, "workflows", ())]
+        parts += [one for _, filters in config.task_data_filters + config.task_result_filters for one in filters]
+        for part, (module, reason) in ((part, item) for part in parts for item in NOT_WITH.items()):
+            if any(kind.__module__.startswith(module) for kind in type(part).__mro__):
+                name = f"{type(recipe).__name__} ({type(part).__name__})"
+                raise ConfigError(f"{name} cannot be used with fedfp8: {reason}")

@@ -37,6 +37,12 @@ __all__ = ["ReceiveModel", "ReceiveUpdate", "SendModel", "SendUpdate"]
 MESSAGE = "fedfp8"  # the only entry of a DXO that holds a message; its meta entry says what the message stands for
 TOPIC = "fedfp8.whole"  # of a client's request to be sent the whole model
 ATTEMPTS, TIMEOUT = 3, 120.0  # of that request, and seconds for each
+WAYS = "down", "up", "resent", "beside"  # what is counted; beside: arrays in the meta of a DXO, as Scaffold has them
+HEAD = 128  # bytes that an array costs beside its values: FLARE uses np.save
+NOTHING = (
+    "no model of this job passed the filters, nothing was saved; are they on the tasks that carry it? "
+    'add_to(recipe, tasks=["..."])'
+)
 _DXO = "DXO"  # where a Shareable has it
 KINDS = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
 
@@ -84,6 +90,13 @@ def _bytes(array: Any) -> bytes:
     return values.tobytes()
 
 
+def _size(values: Any) -> int:
+    """Bytes of the arrays in the meta of a DXO, which hold whatever FLARE or a script put there."""
+    if isinstance(values, dict):
+        return sum(map(_size, values.values()))
+    return int(values.nbytes) if isinstance(values, np.ndarray | torch.Tensor) else 0
+
+
 def _with_data(dxo: DXO, data: dict[str, Any], kind: str = "", **meta: Any) -> DXO:
     """A new DXO: the one given may be shared with other clients."""
     kept = {key: value for key, value in dxo.meta.items() if key != MESSAGE}
@@ -109,7 +122,7 @@ class _Server:
         self.lock = threading.RLock()
 
     def message(self, client: str, task: tuple[Any, ...], arrays: Mapping[str, Any], connected: int) -> bytes:
-        """What to send to a client. Asked again, the same."""
+        """What to send to a client; nothing if the model is smaller as it is. Asked again, the same."""
         with self.lock:
             self.coded.discard(client)  # until there is a message
             model = next(iter(arrays.values()))  # of one task all clients are given the same arrays
@@ -117,7 +130,12 @@ class _Server:
                 self._open(client, arrays, self.clients or connected)
                 self.task = *task, model
             self.link.join(client)
-            message = self._counted("down", client, self.link.message(client))
+            message = self.link.message(client)
+            plain = self.rows[-1]["plain"]
+            if len(message) >= plain + HEAD * (len(arrays) - 1):  # a message is one array
+                self.count("down", client, plain)
+                return b""
+            self.count("down", client, len(message))
             self.coded.add(client)
             return message
 
@@ -131,20 +149,25 @@ class _Server:
             self.link = self.make()
             self.link.open(arrays, [client], expected=expected)
         plain = sum(torch_of(name, array).nbytes for name, array in arrays.items())
-        self.rows.append({"round": len(self.rows) + 1, "plain": plain, "down": {}, "up": {}, "resent": {}})
+        ways: dict[str, Any] = {way: {} for way in WAYS}
+        self.rows.append({"round": len(self.rows) + 1, "plain": plain} | ways)
 
-    def _counted(self, way: str, client: str, message: bytes) -> bytes:
-        self.rows[-1][way][client] = self.rows[-1][way].get(client, 0) + len(message)
-        return message
+    def count(self, way: str, client: str, size: int) -> None:
+        with self.lock:
+            if size and self.rows:
+                self.rows[-1][way][client] = self.rows[-1][way].get(client, 0) + size
 
     def whole(self, client: str) -> bytes:
         with self.lock:
-            return self._counted("resent", client, self.link.resend(client))
+            message = self.link.resend(client)
+            self.count("resent", client, len(message))
+            return message
 
     def update(self, client: str, reply: bytes, kind: str) -> DXO:
         """What a client brings, in the server's frame: a model, or the change it made to the one it received."""
         with self.lock:
-            update = self.link.receive(client, self._counted("up", client, reply))
+            self.count("up", client, len(reply))
+            update = self.link.receive(client, reply)
             self.kind = self.kind or kind
             self.accepted.add(client)
             if self.kind == DataKind.WEIGHT_DIFF:
@@ -178,10 +201,14 @@ class _Server:
         before = self.link.frame.restore(tensors_of(state))
         return {name: array - before[name] for name, array in arrays.items()}
 
-    def traffic(self) -> tuple[int, int]:
-        """(bytes sent and received, bytes that plain FLARE would have)"""
-        sent = sum(sum(row[way].values()) for row in self.rows for way in ("down", "up", "resent"))
-        return sent, sum(row["plain"] * (len(row["down"]) + len(row["up"])) for row in self.rows)
+    def traffic(self) -> str:
+        """What the run cost, and what plain FLARE would have."""
+        sums = {way: sum(sum(row[way].values()) for row in self.rows) for way in WAYS}
+        plain = sum(row["plain"] * (len(row["down"]) + len(row["up"])) for row in self.rows) + sums["beside"]
+        sent = sum(sums.values())
+        less = f" instead of {size_text(plain)} ({plain / sent:.1f} times less)" if sent < plain else ""
+        beside = f"; {size_text(sums['beside'])} of it are arrays beside the model, which are not coded"
+        return f"{size_text(sent)}{less} in {len(self.rows)} rounds{beside if sums['beside'] else ''}"
 
 
 def _as_before(link: ServerLink, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,8 +245,12 @@ class SendModel(DXOFilter):
         try:
             server = _of_job(fl_ctx, "server", lambda: self._start(engine))
             message = server.message(client, task, dxo.data, len(engine.get_clients()))
+            server.count("beside", client, _size(dxo.meta))
         except Exception as error:  # raised here it would cancel the task for all clients
             self.log_error(fl_ctx, f"fedfp8: client {client!r} is sent the model as it is, uncoded: {error}")
+            return None
+        if not message:
+            self.log_info(fl_ctx, "fedfp8: the model is not smaller when coded and is sent as it is")
             return None
         kind = "torch" if isinstance(next(iter(dxo.data.values())), torch.Tensor) else "numpy"
         return _with_data(dxo, {MESSAGE: _array(message, kind)}, **{MESSAGE: kind})
@@ -232,14 +263,12 @@ class SendModel(DXOFilter):
         return _Server(self.wire, self.clients, self.settings)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        server = _of_job(fl_ctx, "server") if event_type == EventType.END_RUN else None
-        if server is not None:
-            sent, plain = server.traffic()
-            self.log_info(
-                fl_ctx,
-                f"fedfp8: {size_text(sent)} instead of {size_text(plain)} ({plain / max(sent, 1):.1f} times less) "
-                f"in {len(server.rows)} rounds",
-            )
+        if event_type != EventType.END_RUN:
+            return
+        if (server := _of_job(fl_ctx, "server")) is None:
+            self.log_warning(fl_ctx, f"fedfp8: {NOTHING}")
+        else:
+            self.log_info(fl_ctx, f"fedfp8: {server.traffic()}")
             write_atomic(_run_folder(fl_ctx) / "fedfp8-traffic.json", json.dumps(server.rows, indent=1).encode())
             _forget(fl_ctx, "server")
 
@@ -278,6 +307,7 @@ class ReceiveUpdate(DXOFilter):
         try:
             if (reason := dxo.get_meta_prop(MESSAGE)) is not None:
                 raise WireFormatError(f"the client could not send its update: {str(reason)[:300]!r}")
+            server.count("beside", client, _size(dxo.meta))
             if list(dxo.data) != [MESSAGE]:
                 raise WireFormatError("the result is no message of fedfp8; SendUpdate must be the client's last filter")
             update = server.update(client, _bytes(dxo.data[MESSAGE]), dxo.data_kind)

@@ -145,11 +145,13 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
 
 
 def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
-    """What to add to the command for runs like these: length, seeds, and settings that are not the paper's."""
+    """What to add to the command for runs like these: length, seeds, and settings that are not the paper's or ours."""
     if row is None:
         return ""
     changed = {k: ours for run in runs for k, (ours, _) in changes(cell, run.config).items() if k != "round.count"}
-    settings = "".join(f" --set {key}={str(value).lower()}" for key, value in changed.items())
+    sets = [f"{key}={str(value).lower()}" for key, value in changed.items()]
+    sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in changed]
+    settings = "".join(f" --set {text}" for text in sets)
     return f" --rounds {row.rounds} --seeds {','.join(str(run.seed) for run in runs)}{settings}"
 
 

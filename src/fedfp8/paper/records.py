@@ -205,6 +205,8 @@ class RunRecord:
             free.add("task")
         if "dithered" not in (flat.get("up.rounding"), flat.get("down.rounding")):
             free |= {key for key in flat if key.startswith("dq.")}
+        if flat.get("down.rounding") != "dithered":
+            free.add("wire.visits")  # others use the last visit alone
         if flat.get("local.schedule") == "constant":
             free.add("round.count")
         return {key: value for key, value in flat.items() if key not in free}

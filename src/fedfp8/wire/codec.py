@@ -79,6 +79,7 @@ class Plan:
     place: int = 0
     strata: int = 1
     version: int = 1  # of the format, as far as the sender's choices go
+    gaps: bool = False  # whether steps may be coded as gaps: the message is of version 2 whatever references it names
 
     @property
     def name(self) -> str:
@@ -113,7 +114,7 @@ class Plan:
 def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
     """The coded tensors of a message, in order. Needs the ranges and steps of `q`, not its codes."""
     rule, version = ROUNDINGS[q.rounding], version_of(q, len(references))
-    dithered = rule.has_steps
+    dithered, gaps = rule.has_steps, version_of(q, 0) > 1
     for index, spec in enumerate(q.layout):
         if spec.kind not in rule.kinds:
             continue
@@ -124,7 +125,7 @@ def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
             for state in references
         )
         seed, random = tensor_seed(q.seed, index), rule.is_random
-        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, version)
+        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, version, gaps)
 
 
 def mode_name(mode: int, references: int = 1) -> str:

@@ -19,7 +19,7 @@ from fedfp8.errors import WireFormatError
 from fedfp8.fp8.parallel import STRATA_MAX
 from fedfp8.model.layout import Layout
 from fedfp8.model.rounding import ROUNDINGS, rounding_of
-from fedfp8.model.state import QuantState
+from fedfp8.model.state import QuantState, State
 
 __all__ = [
     "CHECKSUM",
@@ -28,6 +28,7 @@ __all__ = [
     "Header",
     "Reader",
     "checked_body",
+    "fingerprint_of",
     "header",
     "seal",
     "varint",
@@ -120,17 +121,24 @@ def version_of(q: QuantState, references: int) -> int:
     return 2 if q.strata > 1 or q.change or references > 1 else 1
 
 
-def write_header(q: QuantState, references: Sequence[bytes], with_layout: bool) -> bytes:
+def fingerprint_of(state: State, version: int) -> bytes:
+    """What a message of this version calls a reference."""
+    return state.fingerprint if version == 1 else state.quick_fingerprint
+
+
+def write_header(q: QuantState, references: Sequence[State], with_layout: bool) -> bytes:
     if not 0 <= q.seed < 2**63:
         raise WireFormatError(f"seed is {q.seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
     _check_place(q.rounding, q.place, q.strata, q.change, "use quantize_state")
     rounding, count = ROUNDINGS[q.rounding].number, len(references)
-    if version_of(q, count) == 1:
+    version = version_of(q, count)
+    if version == 1:
         start = bytes([1, count * HAS_REFERENCE | with_layout * HAS_LAYOUT | rounding << 2])
     else:
         flags = count | with_layout * HAS_LAYOUT_2 | q.change * IS_CHANGE
         start = bytes([2, flags, rounding, q.place, q.strata - 1])
-    head = b"".join([MAGIC, start, q.layout.fingerprint, q.seed.to_bytes(8, "little"), *references])
+    named = (fingerprint_of(state, version) for state in references)
+    head = b"".join([MAGIC, start, q.layout.fingerprint, q.seed.to_bytes(8, "little"), *named])
     if not with_layout:
         return head
     packed = zlib.compress(q.layout.to_bytes(), 9)

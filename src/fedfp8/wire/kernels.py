@@ -4,10 +4,15 @@ Everything is integer arithmetic, or IEEE float32 and float64 in a fixed order, 
 decoding kernels trust nothing: an index that comes from the data is checked before it is used.
 """
 
-import numpy as np
-from numba import njit
+from typing import Any
 
-from fedfp8.fp8.intrinsics import binade, centred, code_of, half_minus_uniform, poison, snap, uniform
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from fedfp8.fp8.intrinsics import I16, binade, centred, code_of, half_minus_uniform, poison, snap, uniform
+from fedfp8.fp8.intrinsics import I32 as INT32
+from fedfp8.fp8.parallel import WEYL
 
 F = np.float32
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -108,23 +113,36 @@ def predict_float(
     return bad
 
 
+@intrinsic
+def uniform_context(typingctx: Any, place: Any, magnitude: Any, small: Any, large: Any) -> Any:
+    """Class * 16 + place from the nearer end of the cell, and FLIP if that is the upper one; in 32 bits, for the lanes.
+
+    place: from the lower end, in 32nds of the cell.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, magnitude, small, large = args
+        place = builder.fptosi(place, INT32)  # 0 to 31; whatever it may be for NaN, the context stays below 48
+        upper = builder.ashr(builder.shl(place, INT32(27)), INT32(31))  # its bit 4, in all bits
+        place = builder.and_(builder.xor(place, upper), INT32(15))
+        level = [builder.zext(builder.fcmp_ordered(">", magnitude, bound), INT32) for bound in (small, large)]
+        found = builder.or_(place, builder.shl(builder.add(*level), INT32(4)))
+        return builder.trunc(builder.or_(found, builder.and_(upper, INT32(FLIP))), I16)
+
+    return types.uint16(types.float32, types.float32, types.float32, types.float32), codegen
+
+
 @kernel
 def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, key1, turn):
     """pred = floor(ref / step + u). Context: class of |ref| * 16 + distance to the nearer end of the cell."""
-    bad = U32(0)
+    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))  # an index from 0 on stays in 32 bits
     for i in range(ref.size):
         x = ref[i]
         bad = U32(bad | poison(x))
-        y = min(max(x * per_step, -limit), limit) + uniform(start + i, key0, key1, turn)
+        y = min(max(x * per_step, -limit), limit) + uniform(i, key, key1, turn)
         floor = np.floor(y)
-        place = I32((y - floor) * F(32))
-        place = min(max(place, I32(0)), I32(31))
-        upper = place >> I32(4)
-        place = I32(31) - place if upper else place
-        a = abs(x)
-        level = I32(a > small) + I32(a > large)
         pred[i] = I32(floor)
-        ctx[i] = U16(level * I32(16) + place + (upper << I32(15)))
+        ctx[i] = uniform_context((y - floor) * F(32), abs(x), small, large)
     return bad
 
 

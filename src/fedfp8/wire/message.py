@@ -17,7 +17,17 @@ from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import QuantState, State
 from fedfp8.wire import codec
-from fedfp8.wire.container import AGAIN, REFERENCES, Header, Reader, checked_body, seal, varint, write_header
+from fedfp8.wire.container import (
+    AGAIN,
+    REFERENCES,
+    Header,
+    Reader,
+    checked_body,
+    fingerprint_of,
+    seal,
+    varint,
+    write_header,
+)
 
 __all__ = ["decode", "encode", "read_plain", "records"]
 
@@ -48,7 +58,7 @@ def encode(
     ]
     asked = {codec.reference_of(mode) for mode, _ in coded}
     used = [i for i in range(len(given)) if asked & {i, codec.ALL}]  # the receiver need not have the others
-    head = write_header(q, [given[i].fingerprint for i in used], with_layout)
+    head = write_header(q, [given[i] for i in used], with_layout)
     return seal(head, *_write_plain(q), *_write_coded(coded, used))
 
 
@@ -158,7 +168,7 @@ def _check_rest(spec: TensorSpec, tensor: torch.Tensor, is_alpha: bool, error: t
         raise error(f"tensor {spec.name!r} is {tensor.dtype} {tuple(tensor.shape)}; its layout says {spec}")
     if spec.kind == "integer" or not tensor.numel():
         return
-    if not bool(torch.isfinite(tensor).all()):
+    if not (math.isfinite(float(tensor)) if tensor.numel() == 1 else bool(torch.isfinite(tensor).all())):
         raise error(f"tensor {spec.name!r} holds NaN or Inf; only finite values are sent: check the training step")
     if spec.kind == "range" and float(tensor.min()) < (ALPHA_MIN if is_alpha else 0.0):
         lowest = "2**-80" if is_alpha else "0 (not set yet)"
@@ -178,11 +188,11 @@ def _check_reference(layout: Layout, reference: State) -> None:
 
 def _find_references(head: Header, layout: Layout, given: tuple[State, ...]) -> list[State]:
     """Those the header names, in its order."""
-    found = []
+    found, known = [], {fingerprint_of(state, head.version): state for state in given if head.reference_fingerprints}
     for wanted in head.reference_fingerprints:
-        state = next((state for state in given if state.fingerprint == wanted), None)
+        state = known.get(wanted)
         if state is None:
-            others = ", ".join(state.fingerprint.hex() for state in given) or "none"
+            others = ", ".join(one.hex() for one in known) or "none"
             raise WireFormatError(
                 f"the payload is coded given the model with reference fingerprint {wanted.hex()}, the receiver gave "
                 f"{others}; pass it as reference (the very model the sender used), or have the sender encode without it"

@@ -5,7 +5,6 @@ prediction gains what their errors do not share. The coefficients travel with th
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +61,14 @@ def read_mix(references: "tuple[Reference, ...]", data: memoryview) -> tuple[Mix
     return Mix(references, coefficients), reader.take(reader.left, "steps")
 
 
-def fit_mix(plan: "Plan", codes: np.ndarray, spans: Sequence[tuple[int, int]]) -> Mix | None:
+def fit_mix(plan: "Plan", codes: np.ndarray, spans: tuple[np.ndarray, int]) -> Mix | None:
     """Least squares of what the receiver will have on the references, over the sample; None if they cannot be mixed.
 
     Sums in a fixed order of products that are exact: the same coefficients on every machine.
     """
-    starts, (first, stop) = np.array([a for a, _ in spans]), spans[0]
     count = len(plan.references)
     sums = np.zeros((count, count + 1))
-    wanted = codes, starts, stop - first, np.float32(plan.step), *plan.keys
+    wanted = codes, *spans, np.float32(plan.step), *plan.keys
     kernels.products(*_three(plan.references), count, *wanted, sums)
     solved = _solved([[float(sums[min(i, j), max(i, j)]) for j in range(count + 1)] for i in range(count)])
     if solved is None or not all(abs(c) <= LARGEST for c in solved):

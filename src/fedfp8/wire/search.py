@@ -49,9 +49,10 @@ def cheapest(counts, costs, made):
 
 @kernel
 def fit_uniform(reference, codes, starts, length, bucket, low, extra, costs, made, grid):
-    """(missing or -1, bad, cost, shape, scale, shift) of dithered codes, on `length` elements from each start on.
+    """(missing or -1, bad, cost, shape, scale, shift, how many moved) of dithered codes.
 
-    cost: in 1/256 bits, extra bits included. bad: not 0 if the reference holds NaN or Inf.
+    On `length` elements from each start on. cost: in 1/256 bits, extra bits included. bad: not 0 if the reference holds
+    NaN or Inf.
     """
     n, tokens = starts.size * length, 2 * low.size
     values, pred, ctx = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.uint16)
@@ -65,11 +66,12 @@ def fit_uniform(reference, codes, starts, length, bucket, low, extra, costs, mad
     tok, bits, used = np.empty(n, np.uint8), np.empty(n // 2 + 2, np.uint64), np.zeros(1, np.int64)
     bits[0] = 0
     tokenise(values, pred, ctx, np.zeros(256, np.bool_), shift, bucket, low, extra, tok, bits, used)
-    counts = np.zeros(costs.shape[2], np.int32)
+    counts, moved = np.zeros(costs.shape[2], np.int32), 0
     for i in range(n):
         counts[(ctx[i] & np.uint16(0xFF)) * tokens + tok[i]] += 1
+        moved += int(tok[i] > 0)
     missing, cost, shape, scale = cheapest(counts, costs, made)
-    return missing, bad, cost + 256 * used[0], shape, scale, shift
+    return missing, bad, cost + 256 * used[0], shape, scale, shift, moved
 
 
 @kernel

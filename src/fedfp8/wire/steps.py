@@ -19,7 +19,7 @@ import numpy as np
 from fedfp8.errors import WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
-from fedfp8.wire import fused, kernels, rans, search
+from fedfp8.wire import fused, gaps, kernels, rans, search
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.mix import Mix
 from fedfp8.wire.model import BUCKET, EXTRA, LOW, SCALES, SHAPES, TOKENS, costs_of, narrow_of, prior_of
@@ -33,6 +33,8 @@ __all__ = ["decode", "encode", "fit", "has_ranks", "predicted", "sample"]
 GAIN = 1 << 8  # a count weighs as much as this prior mass of 2**16: the prior is worth 256 observations
 FIT = 1 << 12  # elements on which shape and scale are chosen; at most a piece
 SPANS = 8  # of a large tensor that they are taken from, from version 2 on: its first rows may not be like the others
+GAPS = 31  # in the place of a shift
+FEW = 4  # gaps are coded where at most one element in so many moved: there they are faster
 LARGEST = 1 << 30  # dithered integers beyond this go raw
 NO_REFERENCE = (*[np.zeros(0, np.float32)] * 3, 0.0, 0.0, 0.0, 0)  # operands where there is none
 NOT_FINITE = "the reference, or the mix of them, holds NaN or Inf; use another one, or none"
@@ -101,23 +103,44 @@ class StepModel:
     shape: int
     scale: int
     shift: int
+    gaps: bool = False  # only what moved is coded, and how far it is to there (`gaps.py`)
+
+    def to_bytes(self) -> bytes:
+        return bytes([self.shape << 5 | (GAPS if self.gaps else self.shift), self.scale])
 
     def tables(self, plan: "Plan", *, decodes: bool = True) -> Tables:
-        tables = _tables(plan.format, self.shape, self.scale, decodes)
+        tables = _tables(plan.format, self.shape, self.scale, decodes, self.gaps)
         return tables if plan.size <= FIRST_BLOCK else tables.copy()  # a single block leaves them as they are
 
 
 @lru_cache(maxsize=64)
-def _tables(format: Format | None, shape: int, scale: int, decodes: bool) -> Tables:
+def _tables(format: Format | None, shape: int, scale: int, decodes: bool, gaps: bool) -> Tables:
     """Before any symbol is seen; kept, up to 200 KB each, for the tensors and rounds that begin with the same."""
-    return Tables(*prior_of(format, shape, scale), GAIN, decodes=decodes)
+    prior, row = prior_of(format, shape, scale)
+    return Tables(prior, row, GAIN, decodes=decodes, moved_only=gaps)
 
 
 def encode(plan: "Plan", codes: np.ndarray, fitted: "Fit") -> bytes:
     """The data; none if every code is as predicted from a single reference."""
-    predictor, model, encoder = fitted.predictor, fitted.model, Encoder(plan.size)
+    predictor, model = fitted.predictor, fitted.model
     mix = predictor.reference.to_bytes() if isinstance(predictor.reference, Mix) else b""
     bits = _room_for_bits(plan.size)
+    if model.gaps:
+        moved, used, *written = _encode_gaps(plan, codes, fitted, bits)
+    else:
+        moved, used, *written = _encode_all(plan, codes, fitted, bits)
+    if predictor.reference is not None and not mix and not moved and not model.shift:
+        return b""
+    extra = bits[: (used >> 6) + 1].astype("<u8", copy=False).view(np.uint8)[: used + 7 >> 3].data
+    return b"".join([mix, model.to_bytes(), varint(len(extra)), extra, *written])
+
+
+Coded = tuple[bool, int, memoryview, memoryview]  # whether something moved, number of extra bits, states, words
+
+
+def _encode_all(plan: "Plan", codes: np.ndarray, fitted: "Fit", bits: np.ndarray) -> Coded:
+    """A symbol for every element."""
+    predictor, model, encoder = fitted.predictor, fitted.model, Encoder(plan.size)
     done, moved, used, first = fused.encode(
         codes, predictor.operands, predictor.dithered, predictor.float8, predictor.bits,
         narrow_of(plan.format, model.scale), model.shift, BUCKET, LOW, EXTRA, model.tables(plan, decodes=False).parts,
@@ -125,11 +148,22 @@ def encode(plan: "Plan", codes: np.ndarray, fitted: "Fit") -> bytes:
     )  # fmt: skip
     if done == fused.NOT_FINITE:
         raise WireFormatError(NOT_FINITE)
-    if predictor.reference is not None and not mix and not moved and not model.shift:
-        return b""
-    extra = bits[: (used >> 6) + 1].astype("<u8", copy=False).view(np.uint8)[: used + 7 >> 3].data
-    head = bytes([model.shape << 5 | model.shift, model.scale]) + varint(len(extra))
-    return b"".join([mix, head, extra, *encoder.written(first)])
+    return moved, used, *encoder.written(first)
+
+
+def _encode_gaps(plan: "Plan", codes: np.ndarray, fitted: "Fit", bits: np.ndarray) -> Coded:
+    predictor, model, tables = fitted.predictor, fitted.model, fitted.model.tables(plan, decodes=False)
+    found, moved = np.empty(2 * plan.size + 1, np.uint64), np.empty(plan.size, np.uint32)
+    assert predictor.dithered is not None
+    done, used, gap_count, moved_count = gaps.encode(
+        codes, predictor.operands, predictor.dithered, narrow_of(None, model.scale), (BUCKET, LOW, EXTRA), tables.stays,
+        tables.parts, found, moved, bits, gaps.CURVE,
+    )  # fmt: skip
+    if done == fused.NOT_FINITE:
+        raise WireFormatError(NOT_FINITE)
+    states, words = np.empty(gaps.STATES, np.uint64), np.empty(gap_count + moved_count + 1, np.uint32)
+    first = gaps.write(found[:gap_count], moved[:moved_count], rans.RECIPROCALS, states, words)
+    return moved_count > 0, used, states.astype("<u8", copy=False).data, words[first:].astype("<u4", copy=False).data
 
 
 def _room_for_bits(count: int) -> np.ndarray:
@@ -170,23 +204,26 @@ def fit(plan: "Plan", codes: np.ndarray, reference: "Reference | Mix | None") ->
 
 
 def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]:
-    costs, spans = costs_of(None), sample(predictor.plan)
-    starts, length = np.array([a for a, _ in spans]), spans[0][1] - spans[0][0]
+    plan, costs = predictor.plan, costs_of(None)
+    starts, length = sample(plan)
     while True:
-        missing, bad, cost, shape, scale, shift = search.fit_uniform(
+        missing, bad, cost, shape, scale, shift, moved = search.fit_uniform(
             predictor.operands, codes, starts, length, BUCKET, LOW, EXTRA, costs.table, costs.made, predictor.dithered
         )
         if bad:
             raise WireFormatError(NOT_FINITE)
         if missing < 0:
-            return cost, StepModel(shape, SCALES[scale], shift)
+            few = plan.gaps and plan.size >= gaps.FROM and not shift and FEW * moved <= len(starts) * length
+            return cost, StepModel(shape, SCALES[scale], shift, few)
         costs.make(missing)
 
 
 def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]:
     plan, costs, used = predictor.plan, costs_of(predictor.plan.format), 0
     counts = np.zeros(costs.table.shape[2], np.int32)
-    for a, b in sample(plan):
+    starts, length = sample(plan)
+    for a in starts.tolist():
+        b = a + length
         pred, ctx = predictor(a, b)
         tok, bits, at = np.empty(b - a, np.uint8), _room_for_bits(b - a), np.zeros(1, np.int64)
         bits[0] = 0
@@ -200,13 +237,20 @@ def _fit_float(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepModel]
     return cost + 256 * used, StepModel(shape, SCALES[scale], 0)
 
 
-def sample(plan: "Plan") -> list[tuple[int, int]]:
-    """Where choices are made: the first elements (version 1), or of a large tensor as many in SPANS equal distances."""
-    if plan.version == 1 or plan.size <= 2 * FIT:
-        return [(0, min(plan.size, FIT))]
+def sample(plan: "Plan") -> tuple[np.ndarray, int]:
+    """(starts, length) of the spans where choices are made.
+
+    The first elements (version 1), or of a large tensor as many in SPANS equal distances.
+    """
+    return _spans(plan.size, plan.version == 1 or plan.size <= 2 * FIT)
+
+
+@lru_cache(maxsize=1024)
+def _spans(size: int, first: bool) -> tuple[np.ndarray, int]:
+    if first:
+        return np.zeros(1, np.int64), min(size, FIT)
     length = FIT // SPANS
-    starts = [i * (plan.size - length) // (SPANS - 1) for i in range(SPANS)]
-    return [(start, start + length) for start in starts]
+    return np.array([i * (size - length) // (SPANS - 1) for i in range(SPANS)]), length
 
 
 def _distance(predictor: Predictor, codes: np.ndarray) -> int:
@@ -220,20 +264,29 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     reader = Reader(data, "coded steps")
     head, scale = reader.take(2, "shape and scale")
     shape, shift = head >> 5, head & 31
+    model = StepModel(shape, scale, shift)
+    if shift == GAPS and plan.gaps:
+        model, shift = StepModel(shape, scale, 0, gaps=True), 0
     if shape >= len(SHAPES) or scale not in SCALES or (shift and not plan.dithered) or shift > 26:
         raise WireFormatError(f"shape {shape}, shift {shift}, scale {scale} are not possible; the message is damaged")
     extra = reader.take(reader.varint("number of extra bytes", 8 * plan.size + 8), "extra bits")
     bits = np.zeros(len(extra) // 8 + 3, "<u8")
     bits.view(np.uint8)[: len(extra)] = np.frombuffer(extra, np.uint8)
-    decoder = Decoder(plan.size, reader.take(reader.left, "symbols"))
-    predictor = Predictor(plan, reference, random)
+    bits = bits.astype(np.uint64, copy=False)
+    decoder = Decoder(plan.size, reader.take(reader.left, "symbols"), gaps.STATES if model.gaps else 0)
+    predictor, tables = Predictor(plan, reference, random), model.tables(plan)
     codes: np.ndarray = np.empty(plan.size, plan.dtype)
     largest = LARGEST if plan.dithered else 2 ** (plan.bits - 1) - 1
-    done, used, decoder.at = fused.decode(
-        codes, predictor.operands, predictor.dithered, predictor.float8, predictor.bits, shift, LOW, EXTRA,
-        StepModel(shape, scale, shift).tables(plan).parts, bits.astype(np.uint64, copy=False), largest, decoder.states,
-        decoder.words, decoder.alone, decoder.often,
-    )  # fmt: skip
+    if model.gaps:
+        done, used, decoder.at = gaps.decode(
+            codes, predictor.operands, predictor.dithered, (LOW, EXTRA), tables.stays, tables.parts, bits, largest,
+            decoder.states, decoder.words, gaps.CURVE, gaps.SEGMENTS,
+        )  # fmt: skip
+    else:
+        done, used, decoder.at = fused.decode(
+            codes, predictor.operands, predictor.dithered, predictor.float8, predictor.bits, shift, LOW, EXTRA,
+            tables.parts, bits, largest, decoder.states, decoder.words, decoder.alone, decoder.often,
+        )  # fmt: skip
     if done == fused.NOT_FINITE:
         raise WireFormatError(NOT_FINITE)
     if done == fused.MISFIT:

@@ -46,8 +46,14 @@ def pieces(count: int, first: int = FIRST_BLOCK) -> Iterator[Piece]:
 class Tables:
     """Frequencies per row, from a prior and what has been seen; `row` maps the 256 contexts to rows."""
 
-    def __init__(self, prior: np.ndarray, row: np.ndarray, gain: int, *, decodes: bool = True) -> None:
+    def __init__(
+        self, prior: np.ndarray, row: np.ndarray, gain: int, *, decodes: bool = True, moved_only: bool = False
+    ) -> None:
+        """moved_only: without token 0, "as predicted", whose mass is in `stays`."""
         rows, self.tokens = prior.shape
+        self.stays = prior[:, 0].copy()
+        if moved_only:
+            prior[:, 0] = 0
         self.prior, self.row, self.gain = prior.reshape(-1), row, gain
         self.lut_bits = 12 if rows == 1 else 8
         self.counts = np.zeros(prior.size, dtype=np.uint32)
@@ -88,8 +94,8 @@ class Encoder:
 class Decoder:
     """What was coded, while symbols are taken from it; `finish` checks that it ended where it had to."""
 
-    def __init__(self, count: int, data: memoryview) -> None:
-        head = 8 * lanes_for(count)
+    def __init__(self, count: int, data: memoryview, states: int = 0) -> None:
+        head = 8 * (states or lanes_for(count))
         if len(data) < head or (len(data) - head) % 4:
             raise WireFormatError(f"{len(data)} bytes cannot hold {head} bytes of states and whole words; {AGAIN}")
         self.states = np.frombuffer(data[:head], dtype="<u8").astype(np.uint64)

@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedfp8.errors import Fedfp8Error, LostReference, RunError
+from fedfp8.errors import LostReference, RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.client import Assignment, Client, Reply
 from fedfp8.fl.config import Config, from_dict, to_dict, with_settings
@@ -29,8 +29,6 @@ from fedfp8.flower.blob import record_of
 from fedfp8.flower.cache import ClientCache
 from fedfp8.flower.method.messages import read_assignment
 from fedfp8.flower.method.workers import GridWorkers
-from fedfp8.model.layout import Layout
-from fedfp8.model.state import State
 from fedfp8.nn import layout_of
 from fedfp8.wire import encode
 
@@ -101,24 +99,17 @@ def _train(assignment: Assignment, cache: ClientCache, config: Config) -> Reply:
     client, name = _client(config), f"client-{assignment.client}"
     format = client.federation.formats[assignment.client]
     layout = wire_for(config, format).layout_down(layout_of(client.network(format)))
-    client.held = lambda _: _cached(cache, name, layout)
+    client.held = lambda _: cache.get(name, layout)
     reply = client.train(assignment)
-    if config.wire.client_cache:
-        cache.put(name, encode(client.message), assignment.round, config.wire.history)
+    if kept := assignment.orders.kept:
+        cache.put(name, encode(client.message), assignment.round, kept=kept, rounds=config.wire.history)
     return reply
-
-
-def _cached(cache: ClientCache, name: str, layout: Layout) -> State | None:
-    try:
-        return cache.get(name, layout)
-    except Fedfp8Error:  # damaged, or of another run's model: as good as lost
-        return None
 
 
 @functools.lru_cache(maxsize=1)
 def _client(config: Config) -> Client:
     """Data and networks, kept as long as the process lives (a Ray actor; a deployed ClientApp: one assignment)."""
-    return Client(config, build(config), lambda _: None)
+    return Client(config, build(config), lambda _: [])
 
 
 # The server

@@ -1,5 +1,6 @@
 """A Grid without a network: every node is a Context in this process."""
 
+import copy
 import threading
 from collections.abc import Iterable
 from uuid import uuid4
@@ -66,7 +67,7 @@ class LocalGrid(Grid):
         with self._lock:
             self.bytes["down"] += _size(message)
             try:
-                reply = self.client_app(message, self.contexts[message.metadata.dst_node_id])
+                reply = self.client_app(_own(message), self.contexts[message.metadata.dst_node_id])
             except Exception as error:  # as SuperNodes do
                 text = f"{type(error).__name__}: {error}"
                 reply = Message(Error(code=CLIENT_APP_RAISED, reason=text), reply_to=message)
@@ -87,6 +88,14 @@ class LocalGrid(Grid):
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+def _own(message: Message) -> Message:
+    """The message as a node would get it over a network: what it takes out of a record is still in everyone else's."""
+    own = copy.copy(message)
+    records = message.content.items()
+    own.content = RecordDict({name: type(record)(dict(record)) for name, record in records})
+    return own
 
 
 def _size(message: Message) -> int:

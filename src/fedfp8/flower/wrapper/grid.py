@@ -18,7 +18,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedfp8.errors import ConfigError, Fedfp8Error, WireFormatError
+from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, WireFormatError
 from fedfp8.flower.blob import STYPE, array_of, numpy_view, record_of, short, split
 from fedfp8.flower.releases import log
 from fedfp8.flower.wrapper.inner import Inner
@@ -179,8 +179,12 @@ class FP8Grid(Grid):
         if id(record) not in views:
             try:
                 arrays = {name: numpy_view(name, array) for name, array in record.items()}
-                pays = any(is_coded(name, torch_of(name, a), self.patterns) for name, a in arrays.items())
-            except Fedfp8Error:  # strings, trees, somebody else's bytes
+                tensors = {name: torch_of(name, array) for name, array in arrays.items()}
+                pays = any(is_coded(name, tensor, self.patterns) for name, tensor in tensors.items())
+            except WireFormatError:  # strings, trees, somebody else's bytes
+                pays = False
+            except QuantizationError as error:  # numbers that no code has a place for
+                self._say_once(short(error))
                 pays = False
             views[id(record)] = arrays if pays else {}
         return views[id(record)]
@@ -219,6 +223,8 @@ class FP8Grid(Grid):
     def _enter(self, messages: list[Message], *, apart: bool = False) -> list[Open]:
         if any(SECAGG in message.content.config_records for message in messages):
             raise ConfigError(NO_SECAGG)
+        if not messages:  # a round that only evaluates, fraction_train=0.0
+            return []
         with self._lock:
             if any(not self._announced[message.metadata.dst_node_id] for message in messages):
                 phase = messages[0].metadata.message_type.partition(".")[0]
@@ -240,8 +246,13 @@ class FP8Grid(Grid):
         records: dict[str, Any] = dict(entry.message.content.items())
         for name, sent in entry.models.items():
             plain, payload = _size(sent.record), None
-            if sent.link is not None:
-                payload = sent.link.resend(sent.client) if entry.again else sent.link.message(sent.client)
+            try:
+                if sent.link is not None:
+                    payload = sent.link.resend(sent.client) if entry.again else sent.link.message(sent.client)
+            except QuantizationError as error:  # NaN in the server's own model; without us the app would go on, too
+                reason = short(error).removeprefix(f"client {sent.client!r}: ")
+                self._say_once(f"record {sent.key!r} cannot be coded and travels as it is: {reason}", WARNING)
+                sent.link = None
             if payload is not None and len(payload) >= plain:
                 self._say_once(f"record {sent.key!r} is not smaller when coded and travels as it is")
                 sent.link, payload = None, None
@@ -252,10 +263,10 @@ class FP8Grid(Grid):
         entry.phase.resent += entry.again
         entry.message.content = RecordDict(records)
 
-    def _say_once(self, text: str) -> None:
+    def _say_once(self, text: str, level: int = INFO) -> None:
         if text not in self._said:
             self._said.add(text)
-            log(INFO, "fedfp8: %s", text)
+            log(level, "fedfp8: %s", text)
 
     # On the way in
 
@@ -323,7 +334,7 @@ class FP8Grid(Grid):
                 if sent is None or sent.link is None:
                     raise WireFormatError(f"a model under the name {name!r}, which was not sent or is answered already")
                 arrays |= {n: array_of(array) for n, array in self._received(sent, payload, entry, key).items()}
-            _check_plain(others, entry.models)
+            _check_plain(others, entry.models, any_shape=not self.inner.aggregated_by_flower)
             records[key] = ArrayRecord(arrays | others) if blobs else record
             entry.phase.plain_up += _size(records[key])
         for sent in entry.models.values():
@@ -387,14 +398,17 @@ def _equal(one: ArrayRecord, other: ArrayRecord) -> bool:
     )
 
 
-def _check_plain(arrays: dict[str, Array], models: dict[str, Sent]) -> None:
-    """Arrays that came uncoded: of the shape they were sent in, if they were, and finite where they are floats."""
+def _check_plain(arrays: dict[str, Array], models: dict[str, Sent], any_shape: bool) -> None:
+    """Arrays that came uncoded: of the shape they were sent in, if they were, and finite where they are floats.
+
+    any_shape: a strategy that aggregates by itself may want other shapes, of pruned or growing layers.
+    """
     for name, array in arrays.items():
         if array.stype != "numpy.ndarray":
             continue  # bytes of the app's own: the strategy knows what to do with them, or does not
         values = numpy_view(name, array)
         was = next((sent.arrays[name] for sent in models.values() if name in sent.arrays), None)
-        if was is not None and was.shape != values.shape:
+        if was is not None and was.shape != values.shape and not any_shape:
             raise WireFormatError(f"array {name!r} is {values.shape} and was sent as {was.shape}")
         if values.dtype.kind in "fc" and not bool(np.isfinite(values).all()):
             same = was is not None and np.array_equal(values, was, equal_nan=True)

@@ -50,7 +50,8 @@ class Inner:
             names = _flower_names(one)
             if names & NORM_BASED or any(name.startswith(("DifferentialPrivacy", "DPFedAvg")) for name in names):
                 return f"{type(one).__name__} works with single updates or their size"
-        averages = "FedAvg" in _flower_names(self.last)
+        names = _flower_names(self.last)
+        averages = "FedAvg" in names and not any(name.startswith("FedXgb") for name in names)  # those join trees
         return "" if averages else f"{type(self.last).__name__} is not known to average updates"
 
     @property
@@ -63,6 +64,15 @@ class Inner:
             elif "DPFedAvgFixed" in _flower_names(one) and one.server_side_noising:
                 bounds.append(float(one.clip_norm))
         return min(bounds, default=None)
+
+    @cached_property
+    def aggregated_by_flower(self) -> bool:
+        """Whether Flower's own code aggregates, be it that the strategy's calls it."""
+        name = "aggregate_fit" if is_old(self.last) else "aggregate_train"
+        aggregate = getattr(type(self.last), name, None)
+        if aggregate is None or aggregate.__module__.startswith("flwr."):
+            return aggregate is not None
+        return "FedAvg" in _flower_names(self.last) and {"super", name} <= set(aggregate.__code__.co_names)
 
     # Replies
 
@@ -78,7 +88,8 @@ class Inner:
         models: what was sent, by record and name.
         """
         content = reply.content
-        if models and "FedAvg" in _flower_names(self.last) and not any(map(len, content.array_records.values())):
+        empty = not any(map(len, content.array_records.values()))
+        if empty and any(models.values()) and "FedAvg" in _flower_names(self.last):
             raise WireFormatError("a model was asked for and the reply holds none")
         if self.bound is not None:
             for name, record in list(content.array_records.items()):
@@ -101,7 +112,7 @@ class Inner:
 
     def odd(self, results: list[tuple[Any, Any, float]]) -> list[tuple[Any, str]]:
         """Of (result, shape, weight) those that would end the run where Flower's own code aggregates, and why."""
-        if not _aggregated_by_flower(self.last):
+        if not self.aggregated_by_flower:
             return []
         counts = Counter(shape for _, shape, _ in results)
         usual = max(counts, key=lambda shape: (counts[shape], len(str(shape))), default=None)
@@ -109,15 +120,6 @@ class Inner:
         mean = 0 < weights < math.inf
         reasons = [(one, UNLIKE if shape != usual else "" if mean else NO_MEAN) for one, shape, _ in results]
         return [(one, reason) for one, reason in reasons if reason]
-
-
-def _aggregated_by_flower(strategy: Any) -> bool:
-    """Whether Flower's own code aggregates, be it that the strategy's calls it."""
-    name = "aggregate_fit" if is_old(strategy) else "aggregate_train"
-    aggregate = getattr(type(strategy), name, None)
-    if aggregate is None or aggregate.__module__.startswith("flwr."):
-        return aggregate is not None
-    return "FedAvg" in _flower_names(strategy) and {"super", name} <= set(aggregate.__code__.co_names)
 
 
 def _shape(reply: Message, train: bool) -> tuple[Any, ...]:

@@ -6,9 +6,10 @@ On the way in, blobs become arrays under the app's own names; on the way out, th
 coded given the model that was received. Messages of a server without `FP8(...)` pass untouched. Put it first in the
 list of mods: those after it (clipping, noise) then see arrays, too.
 
-The model received last is kept in ``Context.state`` as a payload of a few bits a weight, out of the app's sight.
+The models received last are kept in ``Context.state``, about a byte a weight each, out of the app's sight.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from logging import WARNING
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedfp8.errors import Fedfp8Error, LostReference
-from fedfp8.flower.blob import array_of, numpy_view, record_of, short, split
+from fedfp8.flower.blob import array_of, array_of_blob, numpy_view, record_of, short, split
 from fedfp8.flower.releases import log
 from fedfp8.link import ClientLink
 from fedfp8.link.arrays import Arrays
@@ -61,8 +62,8 @@ def arrays_of(start: Any) -> Arrays | None:
 class Received:
     """A model that came in: its link, and the shapes of the arrays that the app was given."""
 
-    def __init__(self, payload: bytes, held: bytes, start: Any) -> None:
-        self.link = ClientLink(start=arrays_of(start), held=held, arrays="numpy")
+    def __init__(self, payload: bytes, held: list[bytes], start: Any) -> None:
+        self.link = ClientLink(start=arrays_of(start), packed=held, arrays="numpy")
         arrays = self.link.receive(payload, copy=False)
         self.shapes = {name: array.shape for name, array in arrays.items()}
         self.record = ArrayRecord({name: array_of(array) for name, array in arrays.items()})
@@ -72,7 +73,9 @@ def _serve(message: Message, context: Context, call_next: ClientAppCallable, sta
     blobs = {key: split(record)[0] for key, record in message.content.array_records.items()} if _has(message) else {}
     if not any(blobs.values()):
         return call_next(message, context)
-    held = {name: array.data for name, array in context.state.pop(CACHE, ArrayRecord()).items()}
+    held: dict[str, list[bytes]] = defaultdict(list)  # by the name of the blob, newest first
+    for key, array in sorted(context.state.pop(CACHE, ArrayRecord()).items()):
+        held[key.rpartition("@")[0]].append(array.data)
     try:
         content, models = _decoded(message, blobs, held, start)
         if content is None:
@@ -81,19 +84,20 @@ def _serve(message: Message, context: Context, call_next: ClientAppCallable, sta
         reply = call_next(message, context)
         return _coded(reply, models) if _has(reply) else reply
     finally:
-        if kept := {name: array for n, data in held.items() if data for name, array in record_of(data, n).items()}:
-            context.state[CACHE] = ArrayRecord(kept)
+        kept = {f"{name}@{i}": data for name, models in held.items() for i, data in enumerate(models)}
+        if kept:
+            context.state[CACHE] = ArrayRecord({key: array_of_blob(data) for key, data in kept.items()})
 
 
 def _decoded(
-    message: Message, blobs: dict[str, dict[str, bytes]], held: dict[str, bytes], start: Any
+    message: Message, blobs: dict[str, dict[str, bytes]], held: dict[str, list[bytes]], start: Any
 ) -> tuple[RecordDict | None, dict[str, Received]]:
     """(what the app is given, the models in it by the names of their blobs); None if a reference is lost."""
     content, models = dict(message.content.items()), {}
     try:
         for key, name, payload in ((key, *item) for key, one in blobs.items() for item in one.items()):
-            models[name] = model = Received(payload, held.get(name, b""), start)
-            content[key], held[name] = model.record, model.link.packed or b""
+            models[name] = model = Received(payload, held[name], start)
+            content[key], held[name] = model.record, model.link.packed or []
     except LostReference:
         return None, {}
     except Fedfp8Error as error:  # its text may quote what the message holds
@@ -131,8 +135,9 @@ def _blob(key: str, record: ArrayRecord, name: str, model: Received) -> ArrayRec
     except Fedfp8Error as error:
         log(WARNING, "fp8_mod: record %r of the reply travels uncoded: %s", key, short(error))
         return record
+    if others:
+        text = "fp8_mod: %s of the reply were not received by these names and shapes, and travel uncoded"
+        log(WARNING, text, short(list(others)[:3]))
     if not known or name in others:
         return record
-    if others:
-        log(WARNING, "fp8_mod: %s of the reply were not received and travel uncoded", short(list(others)[:3]))
     return ArrayRecord(dict(record_of(payload, name)) | others)

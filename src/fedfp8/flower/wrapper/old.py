@@ -25,7 +25,7 @@ __all__ = ["OldFP8"]
 Instructions = list[tuple[Any, Any]]  # (ClientProxy, FitIns or EvaluateIns)
 BYPASSED = (
     "nothing was saved, the models were not sent by the clients' proxies; a workflow needs the Grid that codes: "
-    "workflow(strategy.on(grid), context)"
+    "workflow(strategy.on(grid), context); one with secure aggregation cannot be coded"
 )
 
 

@@ -52,5 +52,7 @@ class Traffic(list[Phase]):
     def __str__(self) -> str:
         sent = sum(one.down + one.up for one in self)
         plain = sum(one.plain_down + one.plain_up for one in self)
+        if sent == plain:
+            return f"{size_text(sent)}, as many bytes as without"
         times = f" ({plain / sent:.1f} times less)" if sent else ""
         return f"{size_text(sent)} instead of {size_text(plain)}{times}"
