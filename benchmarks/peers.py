@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="local epochs; default: the preset's")
     parser.add_argument("--seeds", default="0", help="e.g. 0,1,2")
     parser.add_argument("--data-dir", default="")
-    parser.add_argument("--only", default="", help="FP32, DQ and the wires whose names contain this")
+    parser.add_argument("--only", default="", help="FP32, DQ and the wires whose names match this regular expression")
     parser.add_argument("--workers", type=int, default=1, help="wires that run at the same time; speeds want 1")
     parser.add_argument(
         "--work", type=Path, help="where wires are kept as they are done; default: runs/peers-PRESET-ROUNDS"
@@ -243,7 +243,7 @@ def main() -> None:
     config = preset(given.preset, "fp32", round__count=given.rounds, round__eval_every=1, data__dir=given.data_dir)
     if given.epochs:
         config = replace(config, local=replace(config.local, epochs=given.epochs))
-    names = [name for name in WIRES if given.only in name or name in ("FP32", OURS)]
+    names = [name for name in WIRES if re.search(given.only, name) or name in ("FP32", OURS)]
     work = given.work or Path("runs") / f"peers-{given.preset}-{given.rounds}"
     load, seeds = os.getloadavg()[0], [int(seed) for seed in given.seeds.split(",")]
     rows, skipped, weights = measure(config, seeds, names, work, given.workers)
@@ -254,7 +254,7 @@ def main() -> None:
     content |= {"weights": weights, "skipped": skipped}
     print(section(content))
     if given.out:
-        name = f"peers-{given.preset}" + (f"-{given.only}" if given.only else "")
+        name = re.sub("[^0-9a-zA-Z-]+", "_", f"peers-{given.preset}" + (f"-{given.only}" if given.only else ""))
         (given.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
