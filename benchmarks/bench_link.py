@@ -22,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -91,9 +92,10 @@ def serve_clients(pipe: Connection) -> None:
 
 
 def peak(wire: str, count: int = 44, side: int = 500) -> float:
-    """The highest resident memory of three rounds of four clients, in bytes a weight, without the program's model.
+    """The most memory in five rounds of four clients, in bytes a weight, without the program's model.
 
-    Freed blocks go back to the system (MALLOC_MMAP_THRESHOLD_ must be small), so this is what is live.
+    Freed blocks go back to the system (MALLOC_MMAP_THRESHOLD_ must be small), so this is what is live. Pages of the
+    history's files, which are mapped and which the system may drop at any time, are not counted.
     """
     ours, theirs = multiprocessing.Pipe()
     others = multiprocessing.get_context("spawn").Process(target=serve_clients, args=(theirs,), daemon=True)
@@ -101,16 +103,24 @@ def peak(wire: str, count: int = 44, side: int = 500) -> float:
     generator, found = torch.Generator().manual_seed(0), 0
     for size in (8, side):  # a small model first: kernels are loaded
         state, server, found = layers(count, size, generator), ServerLink(wire, seed=1), 0
-        before = memory("VmRSS")
-        for _ in range(3):
+        before, seen, done = memory("RssAnon"), [0], threading.Event()
+
+        def look(seen: list[int] = seen, done: threading.Event = done) -> None:
+            while not done.wait(0.001):
+                seen.append(memory("RssAnon"))
+
+        watch = threading.Thread(target=look)
+        watch.start()
+        for _ in range(5):  # in the fourth a client holds as many models as it ever will
             server.open(state, ["a", "b", "c", "d"])
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             for name in ["a", "b", "c", "d"]:
                 ours.send((f"{name} {size}", server.message(name)))
                 server.receive(name, ours.recv())
-            found = max(found, memory("VmHWM") - before)
             for tensor in state.values():
                 tensor += 0.002 * torch.randn(tensor.shape, generator=generator)
+        done.set()
+        watch.join()
+        found = max(seen) - before
     ours.send(None)
     return found / (count * side**2)
 

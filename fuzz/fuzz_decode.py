@@ -30,15 +30,15 @@ with atheris.instrument_imports(
 from fedfp8 import E4M3, Format
 from fedfp8.errors import WireFormatError
 from fedfp8.model.state import State, quantize_state
-from wire_cases import assert_same, small_model, small_state
+from wire_cases import assert_same, many_small, small_model, small_state
 
-LAYOUTS = [small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130)]
+LAYOUTS = [small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130), many_small()]
 REFERENCES = [[small_state(layout, i, 0.5 * i) for i in range(3)] for layout in LAYOUTS]
 
 
 def parts(data: bytes) -> tuple[Layout | None, list[State], bytes]:
     choice = data[0] if data else 0
-    layout, references = LAYOUTS[choice % 4 % 3], REFERENCES[choice % 4 % 3]
+    layout, references = LAYOUTS[choice % 4], REFERENCES[choice % 4]
     return (None if choice & 64 else layout), ([] if choice & 128 else references), data[1:]
 
 
@@ -49,7 +49,7 @@ def patched(payload: bytes, layout: Layout | None, references: list[State]) -> b
         version = 1 + body[4] % 2
         start = 6 if version == 1 else 9  # of the layout fingerprint
         body[:5] = container.MAGIC + bytes([version])
-        body[5] &= 15
+        body[5] &= 15 if version == 1 else 31
         body[start + 15] &= 127
         if layout is not None:
             body[start : start + 8] = layout.fingerprint
@@ -78,11 +78,12 @@ def write_seeds(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for index, layout in enumerate(LAYOUTS):
         near, far = small_state(layout, 1, 0.05), REFERENCES[index][2]
-        new = State(layout, {**near.tensors, "net.bias": far["net.bias"] + 0.01})  # a mix is best, and the third
+        second = layout.tensors[1].name
+        new = State(layout, {**near.tensors, second: far[second] + 0.01})  # a mix is best, and the third
         for rounding in ("none", "nearest", "stochastic", "dithered"):
             dithered = rounding == "dithered"
-            for strata in (1, 7) if dithered else (1,):
-                where = {"place": strata - 1, "strata": strata, "change": strata > 1}
+            for strata, together in ((1, False), (7, False), (7, True)) if dithered else ((1, False),):
+                where = {"place": strata - 1, "strata": strata, "change": strata > 1, "together": together}
                 q = quantize_state(new, seed=5, rounding=rounding, step=0.3 if dithered else None, **where)
                 for name, references, options in (
                     ("reference", REFERENCES[index][:1], {}),
@@ -94,7 +95,8 @@ def write_seeds(folder: Path) -> None:
                     # `patched` writes the version from the parity of this byte
                     payload = payload[:4] + bytes([payload[4] - 1]) + payload[5:]
                     choice = index + (64 if options.get("with_layout") else 0)
-                    (folder / f"{index}-{rounding}-{strata}-{name}").write_bytes(bytes([choice]) + payload)
+                    kind = f"{index}-{rounding}-{strata}{'-together' * together}-{name}"
+                    (folder / kind).write_bytes(bytes([choice]) + payload)
 
 
 if __name__ == "__main__":

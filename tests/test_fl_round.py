@@ -84,8 +84,9 @@ def expected_error(w, target, alpha):
     return float(((clipped - target) ** 2 + s**2 * f * (1 - f)).sum())
 
 
-def dithered(x, step, seed, place):  # the same bits for both clients, half a cell apart
-    turned = (signed_bits(seed, x.numel()).view(x.shape) + 2**31 + place * 2**31) % 2**32
+def dithered(x, step, seed, place, start=0):  # the same bits for both clients, half a cell apart
+    bits = signed_bits(seed, start + x.numel())[start:].view(x.shape)
+    turned = (bits + 2**31 + place * 2**31) % 2**32
     u = torch.floor(turned / 2**9) / 2**23
     return step * (torch.floor(x / step + u) + 0.5 - u)
 
@@ -94,13 +95,23 @@ def suits(x):  # the share of kappa that a tensor gets: the root of its inputs, 
     return min(1.0, max(1 / 8, (x[0].numel() / 228) ** 0.5)) if x.ndim > 1 else 1 / 8
 
 
+def sixteen(step):  # the next number that fits into the upper half of a float32
+    bits = int(torch.tensor(step, dtype=torch.float32).view(torch.int32))
+    return float(torch.tensor((bits + 0xFFFF) >> 16 << 16, dtype=torch.int32).view(torch.float32))
+
+
 def send(state, method, seed, kappa=0.0, place=0):
     """What the receiver decodes."""
     out = dict(state)
+    ends = {}  # of the random bits of small vectors, and of other small tensors: (seed, how many are taken)
     for index, (name, x) in enumerate(state.items()):
         own_seed, alpha = seed_of(seed, "tensor", index), state.get(name.replace("weight", "alpha"))
         if method == "dq" and "alpha" not in name and "beta" not in name:
-            out[name] = dithered(x, kappa * suits(x) * float((x**2).mean().sqrt()), own_seed, place)
+            step, start = sixteen(kappa * suits(x) * float((x**2).mean().sqrt())), 0
+            if x.numel() < 1024:
+                own_seed, start = ends.get(x.ndim < 2, (own_seed, 0))
+                ends[x.ndim < 2] = own_seed, start + x.numel()
+            out[name] = dithered(x, step, own_seed, place, start)
         elif method in ("uq", "uq+") and "weight" in name:
             out[name] = q_rand(x, alpha, own_seed)
         elif method == "bq" and "weight" in name:

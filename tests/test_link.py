@@ -571,14 +571,6 @@ def test_visits_save_bytes_and_change_no_value() -> None:
         ServerLink("dq", visits=4)
 
 
-def test_of_a_large_model_one_visit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedfp8.link.round.LARGE", 4 * 40 * 30)  # the other tensors make it larger
-    client = ClientLink(packed=())
-    server, messages, _ = visiting(client, 4)
-    assert [references(message) for message in messages] == [0, 1, 1, 1]
-    assert len(client.visits) == len(client.packed or ()) == len(server.held["a"]) == 1
-
-
 def test_a_model_that_is_sent_twice_is_one_visit() -> None:
     server, client, state = ServerLink("dq", seed=1), ClientLink(packed=()), model()
     for number in range(4):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from fedfp8 import E4M3, E5M2, Format, dither, from_codes, quantize, to_codes, u
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import rms
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, received_state, tensor_seed
+from fedfp8.model.state import (
+    QuantState,
+    Remade,
+    State,
+    dequantize_state,
+    describe,
+    quantize_state,
+    received_state,
+    tensor_seed,
+)
 
 LAYOUT = Layout(
     (
@@ -368,3 +378,73 @@ def test_what_is_received_can_be_made_at_once(rounding: str) -> None:
         tensors["large"][5] = math.inf
         with pytest.raises(QuantizationError, match="'large'"):
             received_state(State(layout, tensors), **how)  # type: ignore[arg-type]
+
+
+# Small tensors that are one, and states that are made again
+
+
+def small_and_large() -> State:
+    shapes = {"a": (40,), "w": (50, 30), "b": (3, 5), "one": (), "zero": (7,), "c": (8, 16), "empty": (0,)}
+    layout = Layout(
+        (*(TensorSpec(name, shape) for name, shape in shapes.items()), TensorSpec("n", (2,), "int64", "integer"))
+    )
+    draw = torch.Generator().manual_seed(2)
+    tensors = {s.name: torch.randn(s.shape, generator=draw) * 10.0 ** (i - 3) for i, s in enumerate(layout)}
+    return State(layout, tensors | {"zero": torch.zeros(7), "n": torch.tensor([3, 4])})
+
+
+HOW = {"seed": 3, "rounding": "dithered", "step": 0.4, "place": 2, "strata": 5, "together": True}
+
+
+def test_small_tensors_share_one_stream_of_random_bits() -> None:
+    """Each is dithered with its own step and its own part of the bits of the first: vectors in one, others in one."""
+    values = small_and_large()
+    q = quantize_state(values, **HOW)  # type: ignore[arg-type]
+    assert list(q.codes) == ["a", "w", "b", "one", "zero", "c", "empty"]
+    assert [[s.name for s in small.specs] for small in q.small] == [["a", "one", "zero", "empty"], ["b", "c"]]
+    received = dequantize_state(q)
+    for small in q.small:
+        steps = torch.cat([torch.full((s.size,), q.steps[s.name]) for s in small.specs])
+        flat = torch.cat([values[s.name].view(-1) for s in small.specs])
+        units = flat * torch.where(steps > 0, 1.0 / steps.double(), 0.0).float()
+        where = {"seed": tensor_seed(3, small.index), "place": 2, "strata": 5}
+        codes = torch.cat([q.codes[s.name] for s in small.specs])
+        assert torch.equal(codes, dither(units, 1.0, **where))  # type: ignore[arg-type]
+        back = torch.cat([received[s.name].view(-1) for s in small.specs])
+        assert torch.equal(back, undither(codes, 1.0, **where) * steps)  # type: ignore[arg-type]
+        assert bool(((back - flat).abs() <= 0.501 * steps).all())
+    assert not received["zero"].any() and q.steps["zero"] == 0.0
+
+
+def test_steps_of_messages_with_small_tensors_have_16_bits() -> None:
+    values = small_and_large()
+    long, short = (quantize_state(values, **(HOW | {"together": t})).steps for t in (False, True))  # type: ignore[arg-type]
+    for name, step in short.items():
+        assert 0 <= step - long[name] <= long[name] / 128 and np.float32(step).view(np.uint32) & 0xFFFF == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("width", [torch.int32, torch.int16])
+def test_a_remade_state_is_the_received_one(together: bool, width: torch.dtype) -> None:
+    """From the values that were quantized, and from the codes; and it has its fingerprints."""
+    values, how = small_and_large(), HOW | {"together": together}
+    q = quantize_state(values, **how)  # type: ignore[arg-type]
+    wanted, sums = dequantize_state(q), dict[str, int]()
+    narrow = replace(q, codes={name: codes.to(width) for name, codes in q.codes.items()})
+    made = Remade(describe(values, **how), values, sums), Remade(narrow)  # type: ignore[arg-type]
+    for state in made:
+        assert equal(state, wanted)  # type: ignore[arg-type]
+        assert state.quick_fingerprint == wanted.quick_fingerprint and state.fingerprint == wanted.fingerprint
+        assert state.rms("w") == wanted.rms("w")
+    assert set(sums) == set(wanted)
+    again = Remade(describe(values, **how), values, sums)  # type: ignore[arg-type]
+    assert again.quick_fingerprint == wanted.quick_fingerprint
+    specs = [spec for spec in values.layout if spec.name in ("b", "c")]
+    assert torch.equal(again.joined(specs), wanted.joined(specs))
+    named = Remade(narrow, fingerprint=b"12345678")  # whoever kept it knows
+    assert named.quick_fingerprint == b"12345678"
+
+
+def test_together_belongs_to_dithered() -> None:
+    with pytest.raises(QuantizationError, match="together=True"):
+        quantize_state(state(), seed=0, rounding="nearest", together=True)

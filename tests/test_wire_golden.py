@@ -15,7 +15,7 @@ from fedfp8.model.state import QuantState, State, quantize_state
 from fedfp8.wire.container import Reader, checked_body
 from fedfp8.wire.message import read_plain, records
 from fedfp8.wire.steps import GAPS
-from wire_cases import assert_same, small_model, small_state
+from wire_cases import assert_same, many_small, small_model, small_state
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parents[1] / "docs" / "wire-format.md"
@@ -68,6 +68,7 @@ def _version_2() -> dict[str, Case]:
         "v2-stochastic-two-references": _two_weights(),
         "v2-change-gaps": _gaps(change=True),
         "v2-strata-gaps": _gaps(change=False),
+        "v2-together": _together(),
         "v1-one-of-three-references": (
             fp8,
             (last,),
@@ -102,6 +103,15 @@ def _gaps(change: bool) -> Case:
     )  # fmt: skip
     given = () if change else (old,)
     return q, given, wire.encode(q, references=given)
+
+
+def _together() -> Case:
+    """Small vectors and small matrices, each as one; of the vectors, one is all zero."""
+    layout = many_small()
+    start, last, new = small_state(layout), small_state(layout, 1, 0.3), small_state(layout, 1, 0.35)
+    new = State(layout, {**new.tensors, "b": torch.zeros(40)})
+    q = quantize_state(new, seed=20261117, rounding="dithered", step=0.3, place=2, strata=5, together=True)
+    return q, (start, last), wire.encode(q, references=(start, last))
 
 
 def _large() -> Case:
@@ -161,11 +171,24 @@ def test_golden_payloads_meet_every_mode_of_version_2() -> None:
         "v2-stochastic-two-references": (2, ["same 1", "reference 2"]),
         "v2-change-gaps": (2, ["static", "static"]),
         "v2-strata-gaps": (2, ["reference", "reference"]),
+        "v2-together": (2, ["mix", "mix"]),  # those that are coded alone
     }
     for name in ("v2-change-gaps", "v2-strata-gaps"):
         q, given, payload = CASES[name]
         plan, _, data = next(records(q, given, _body(q, payload)))
         assert plan.name == "net.weight" and data[0] & 31 == GAPS
+
+
+def test_small_tensors_of_the_golden_payload_are_two() -> None:
+    q, _, payload = CASES["v2-together"]
+    rows = wire.inspect(payload, q.layout).rows
+    assert rows is not None and wire.header(payload).together
+    assert [(row.name, row.elements) for row in rows] == [
+        ("a", 1200),
+        ("4 small vectors", 40 + 1 + 1023),
+        ("2 small tensors", 35 + 66),
+        ("f", 1024),
+    ]
 
 
 def _body(q: QuantState, payload: bytes) -> Reader:

@@ -48,6 +48,13 @@ def payload_mix() -> bytes:
     return wire.encode(q, references=(REFERENCE, SECOND))
 
 
+def payload_together() -> bytes:
+    """Bias and nothing are one."""
+    state = small_state(LAYOUT, 1, 0.05)
+    q = quantize_state(state, seed=5, rounding="dithered", step=0.3, place=2, strata=5, together=True)
+    return wire.encode(q, references=(REFERENCE, SECOND))
+
+
 MIX_AT = 25 + 2 * 8 + 4 + 4 + 8 + 3 * 4 + 2  # of the coefficients: header, alpha, beta, an int64, steps; mode, length
 
 
@@ -62,6 +69,7 @@ PAYLOADS = {
     "mix": payload_mix(),
     "two raw": payload_2(lossless=False),
     "two layout": payload_2(with_layout=True),
+    "together": payload_together(),
 }
 
 
@@ -184,7 +192,7 @@ def test_header_fields_are_named(at: int, value: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "words"),
     [
-        (5, 0x1A, "flags"),
+        (5, 0x2A, "flags"),
         (5, 0x8A, "flags"),
         (5, 0x0E, "layout section"),
         (6, 4, "rounding is 4"),

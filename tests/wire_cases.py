@@ -32,6 +32,12 @@ def small_model(format: Format = E4M3, rows: int = 40, columns: int = 30) -> Lay
     )
 
 
+def many_small() -> Layout:
+    """Vectors and matrices below and above the size from which on a tensor is coded alone."""
+    shapes = {"a": (40, 30), "b": (40,), "c": (5, 7), "d": (), "e": (3, 11, 2), "f": (1024,), "g": (1023,), "h": (0,)}
+    return Layout(tuple(TensorSpec(name, shape) for name, shape in shapes.items()))
+
+
 def small_state(layout: Layout, seed: int = 0, move: float = 0.0, alpha: float = 2.0) -> State:
     """Values for any layout; `move` is how far they are from those of move=0, in their own scale."""
     tensors = {}
@@ -55,7 +61,7 @@ def one_weight(values: torch.Tensor, alpha: float, format: Format = E4M3) -> Sta
 def assert_same(a: QuantState, b: QuantState) -> None:
     """Bit for bit, order included."""
     assert (a.rounding, a.seed, a.steps, list(a.codes)) == (b.rounding, b.seed, b.steps, list(b.codes))
-    assert (a.place, a.strata, a.change) == (b.place, b.strata, b.change)
+    assert (a.place, a.strata, a.change, a.together) == (b.place, b.strata, b.change, b.together)
     for left, right in ((a.codes, b.codes), (a.rest, b.rest)):
         assert left.keys() == right.keys()
         for name, tensor in left.items():

@@ -20,7 +20,7 @@ from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.link import ServerLink
 from fedfp8.link.client import write_reply
 from fedfp8.link.wire import Orders
-from fedfp8.model.state import State
+from fedfp8.model.state import State, Values
 from fedfp8.nn import prepare, state_of
 from fedfp8.rng import generator
 
@@ -145,7 +145,7 @@ def _measure(link: ServerLink, state: State, chosen: list[int], sums: dict[str, 
     lap("rest")
 
 
-def moved(state: State, size: float, draw: torch.Generator) -> State:
+def moved(state: Values, size: float, draw: torch.Generator) -> State:
     """Every weight tensor changed by noise of `size` times its rms."""
     specs = [spec for spec in state.layout if spec.kind in ("fp8", "float")]
     noise = {s.name: size * state.rms(s.name) * torch.randn(s.shape, generator=draw) for s in specs}

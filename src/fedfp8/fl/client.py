@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +14,7 @@ from fedfp8.fl.wires import shares_start, wire_for
 from fedfp8.link.client import read_message, write_reply
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders
-from fedfp8.model.state import QuantState, State, dequantize_state
+from fedfp8.model.state import QuantState, State, Values, dequantize_state
 from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import header
@@ -54,7 +54,7 @@ class Client:
     bytes are an equal model: clients that are sent the same decode it once.
     """
 
-    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], list[State]]) -> None:
+    def __init__(self, config: Config, federation: Federation, held: Callable[[Assignment], Sequence[Values]]) -> None:
         self.config, self.federation, self.held = config, federation, held
         self.networks: dict[str, nn.Module] = {}
         self.start = state_of(self.network(federation.formats[0])) if shares_start(config) else None
@@ -89,7 +89,8 @@ class Client:
             head = header(assignment.payload)
             wanted = head.reference_fingerprints
             start = self.start.with_layout(layout) if self.start is not None else None
-            known = [start] if start is not None and fingerprint_of(start, head.version) in wanted else []
+            known: list[Values] = []
+            known += [start] if start is not None and fingerprint_of(start, head.version) in wanted else []
             if len(known) < len(wanted):
                 known += self.held(assignment)
             message = read_message(assignment.payload, [layout], known)

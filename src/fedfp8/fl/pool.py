@@ -33,7 +33,7 @@ from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.history import History
 from fedfp8.link.store import read_state
-from fedfp8.model.state import State
+from fedfp8.model.state import Values
 from fedfp8.nn import load_state
 
 __all__ = ["Evaluation", "Pool", "pool_of", "refuse_in_worker"]
@@ -81,7 +81,7 @@ class Executor:
             reason = f"{type(error).__name__}: {error}"
             return Reply(job.client, error=reason) if isinstance(job, Assignment) else Failure(reason)
 
-    def held(self, assignment: Assignment) -> list[State]:
+    def held(self, assignment: Assignment) -> list[Values]:
         """A client's disk: what it received on its last visits, made again from the server's models of those rounds."""
         wire = wire_for(self.config, self.client.federation.formats[assignment.client])
         self.history.entries |= {entry.number: entry for entry, _ in assignment.held}

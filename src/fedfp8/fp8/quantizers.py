@@ -26,6 +26,7 @@ __all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undi
 
 STEP_MIN, STEP_MAX = 2.0**-100, 2.0**100  # the steps of `dither` and `undither`: far from float32's ends
 DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the random bits
+DITHERED = torch.int32, torch.int16, torch.int8
 Alpha = float | torch.Tensor
 
 
@@ -155,12 +156,13 @@ def undither(
     k: torch.Tensor, step: float, *, seed: int, place: int = 0, strata: int = 1, name: str | None = None
 ) -> torch.Tensor:
     """float32 step * (k + 1/2 - u) with the random bits `dither` used: the same seed, place and strata."""
-    if k.dtype != torch.int32:
+    if k.dtype not in DITHERED:
         raise QuantizationError(
-            f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns"
+            f"{_called('tensor', name)} has dtype {k.dtype}; undither takes the int32 that dither returns, or the same "
+            "numbers as int8 or int16"
         )
     step, keys = _step_value(step, name), dither_keys(seed, place, strata)
-    if not has_kernel(k, torch.int32):
+    if not has_kernel(k, k.dtype):
         ordered, restore = flat(k)
         return restore(eager.undither(ordered, step, keys))
     from fedfp8.fp8 import kernels

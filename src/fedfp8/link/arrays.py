@@ -25,7 +25,7 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import Format
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.model.layout import FLOAT_DTYPES, Layout, TensorSpec
-from fedfp8.model.state import State
+from fedfp8.model.state import State, Values
 
 __all__ = ["Arrays", "Frame", "is_coded", "ranges_of", "state_of_arrays", "tensors_of", "torch_of"]
 
@@ -112,7 +112,7 @@ def state_of_arrays(
     return State(layout, {spec.name: tensor for spec, tensor in zip(specs, values, strict=True)})
 
 
-def tensors_of(state: State) -> dict[str, torch.Tensor]:
+def tensors_of(state: Values) -> dict[str, torch.Tensor]:
     """The inverse of `state_of_arrays`: names, order, shapes and dtypes as the program had them."""
     found: dict[str, torch.Tensor] = {}
     for spec in state.layout:

@@ -16,11 +16,11 @@ import torch
 
 from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
-from fedfp8.link.store import pack_message, read_state, unpack_message, write_state
+from fedfp8.link.store import narrow_codes, pack_message, read_state, unpack_message, write_state
 from fedfp8.link.wire import Orders, steps_of, unlike
 from fedfp8.model.layout import Layout
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
+from fedfp8.model.state import QuantState, Remade, State, Values, dequantize_state, quantize_state
 from fedfp8.wire import decode, encode, header
 from fedfp8.wire.container import REFERENCES, checked_body, fingerprint_of
 
@@ -29,7 +29,7 @@ __all__ = ["ClientLink", "quantize_reply", "read_message", "write_reply"]
 ALWAYS, BELIEVED = 1 << 28, 64  # elements of a model that are believed: so many, or so many a byte of its message
 
 
-def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[State]) -> QuantState:
+def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable[Values]) -> QuantState:
     """What is in a payload; LostReference if it needs a model that is not among `references`."""
     head = header(payload)
     held = {fingerprint_of(state, head.version): state for state in references if head.reference_fingerprints}
@@ -50,14 +50,14 @@ def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable
     return decode(payload, layout, references=used)
 
 
-def write_reply(local: State, received: State, orders: Orders, *, whole: bool = True) -> bytes:
+def write_reply(local: State, received: Values, orders: Orders, *, whole: bool = True) -> bytes:
     """A client's model as it is sent back, given the one it received. whole: it has all the tensors of that one."""
     q, reference = quantize_reply(local, received, orders)
     references = () if reference is None else (reference,)
     return encode(q, references=references, lossless=orders.lossless, with_layout=not whole)
 
 
-def quantize_reply(local: State, received: State, orders: Orders) -> tuple[QuantState, State | None]:
+def quantize_reply(local: State, received: Values, orders: Orders) -> tuple[QuantState, Values | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
     rule = ROUNDINGS[orders.up]
     if not rule.has_steps:
@@ -69,7 +69,7 @@ def quantize_reply(local: State, received: State, orders: Orders) -> tuple[Quant
     state = moved if is_change else local
     q = quantize_state(
         state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
-        step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
+        together=True, step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
     )  # fmt: skip
     return q, None
 
@@ -96,17 +96,18 @@ class ClientLink:
         self.start = start() if callable(start) else start
         self.store = None if store is None else Path(store)
         self.arrays = arrays
-        self.visits: list[State] = []  # models received, newest first: as many as the server said to keep
-        self.packed = None if packed is None else list(packed)  # the same as bytes, about one a weight
+        self.visits: list[Values] = []  # models received, newest first: as many as the server said to keep
+        self._received: State | None = None  # the last one, for the reply
+        self.packed = None if packed is None else list(packed)  # the same as bytes
         self._orders: Orders | None = None
         if self.store is not None:
             self.store.mkdir(parents=True, exist_ok=True)
         self._read()
 
     @property
-    def held(self) -> State | None:
+    def held(self) -> Values | None:
         """The model received last."""
-        return self.visits[0] if self.visits else None
+        return self._received or (self.visits[0] if self.visits else None)
 
     def receive(self, message: bytes, *, copy: bool = True) -> dict[str, Any]:
         """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then.
@@ -118,20 +119,25 @@ class ClientLink:
         known = self.visits if start is None else [*self.visits, start]
         _check_size(payload)
         content = read_message(payload, [state.layout for state in known], known)
-        packed = b"" if self.packed is None or not orders.kept else pack_message(content)
+        kept = narrow_codes(content)
         received = dequantize_state(content, consume=True)
-        self._remember(received, packed, orders)
+        self._remember(received, kept, orders)
         tensors = tensors_of(received)
         if copy:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return {name: numpy_of(t) for name, t in tensors.items()} if self.arrays == "numpy" else tensors
 
-    def _remember(self, received: State, packed: bytes, orders: Orders) -> None:
-        """As many models as the server counts on; one that was sent twice (to evaluate, then to train) is one."""
-        again = self.held is not None and self.held.quick_fingerprint == received.quick_fingerprint
-        self._orders, self.visits = orders, [received, *self.visits[again:]][: max(orders.kept, 1)]
+    def _remember(self, received: State, message: QuantState, orders: Orders) -> None:
+        """As many models as the server counts on; one that was sent twice (to evaluate, then to train) is one.
+
+        What is kept are the messages, about a byte a weight; the values of the last one are there for the reply.
+        """
+        name = received.quick_fingerprint
+        again = self.held is not None and self.held.quick_fingerprint == name
+        self._orders, self._received = orders, received
+        self.visits = [Remade(message, fingerprint=name), *self.visits[again:]][: orders.kept]
         if self.packed is not None:
-            self.packed = [packed, *self.packed[again:]][: orders.kept]
+            self.packed = [pack_message(message, name), *self.packed[again:]][: orders.kept] if orders.kept else []
         if self.store is not None and orders.kept and not again:
             for number in reversed(range(1, orders.kept)):
                 with suppress(FileNotFoundError):
@@ -185,17 +191,18 @@ class ClientLink:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the client holds, as named tensors, also between `receive` and `reply`."""
-        if not self.visits:
+        if self.held is None:
             return {}
+        held = self.visits or [self.held]
         orders = b"" if self._orders is None else self._orders.to_bytes()
-        meta = {"layouts": [state.layout.to_bytes().decode() for state in self.visits], "orders": orders.hex()}
+        meta = {"layouts": [state.layout.to_bytes().decode() for state in held], "orders": orders.hex()}
         text = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
-        tensors = {f"{i}/{name}": tensor for i, state in enumerate(self.visits) for name, tensor in state.items()}
+        tensors = {f"{i}/{name}": tensor for i, state in enumerate(held) for name, tensor in state.items()}
         return {"meta": text} | tensors
 
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
         try:
-            self.visits, self._orders = [], None
+            self.visits, self._orders, self._received = [], None, None
             if "meta" in saved:
                 meta = json.loads(saved["meta"].numpy().tobytes())
                 for i, text in enumerate(meta["layouts"]):
@@ -212,7 +219,8 @@ class ClientLink:
                 self.visits += [read_state(file)] if file.exists() else []
         for packed in self.packed or ():
             with suppress(Fedfp8Error):
-                self.visits.append(dequantize_state(unpack_message(packed), consume=True))
+                content, fingerprint = unpack_message(packed)
+                self.visits.append(Remade(content, fingerprint=fingerprint))
 
 
 def _check_size(payload: bytes) -> None:

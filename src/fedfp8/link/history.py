@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
-from fedfp8.model.state import QuantState, State, quantize_state, received_state
+from fedfp8.model.state import QuantState, Remade, State, Values, describe, quantize_state, received_state
 
 __all__ = ["Entry", "History", "quantize_down"]
 
@@ -34,20 +34,31 @@ class Entry:
     strata: int
 
 
+Steps = Mapping[str, float] | None
+
+
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    return quantize_state(state, **_how(state, entry, wire, place, root))
+    return quantize_state(state, **_how(entry, wire, place, root, _steps(state, entry, wire)))
 
 
-def _how(state: State, entry: Entry, wire: Wire, place: int, root: int) -> dict[str, Any]:
+def _steps(state: State, entry: Entry, wire: Wire) -> Steps:
+    return steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in)
+
+
+def _how(entry: Entry, wire: Wire, place: int, root: int, steps: Steps) -> dict[str, Any]:
     return {
         "seed": wire.seed_down(root, entry.number),
         "rounding": wire.down,
-        "step": steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
+        "step": steps,
         "place": place if wire.has_places else 0,
         "strata": entry.strata if wire.has_places else 1,
+        "together": wire.has_places,
     }
+
+
+Key = tuple[int, Wire, int]  # number of a model, how and at which place it was sent
 
 
 class History:
@@ -62,14 +73,16 @@ class History:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._models: dict[int, State] = {}
         self._checked: set[bytes] = set()  # fingerprints of files that this object wrote, or has read and found right
-        self._sent: dict[tuple[int, Wire, int], State] = {}
+        self._steps: dict[tuple[int, Wire], Steps] = {}
+        self._sums: dict[Key, dict[str, int]] = {}  # what is known of the fingerprints of what was sent
+        self._sent: dict[Key, State] = {}
         self._lock = threading.RLock()
 
     def path(self, number: int) -> Path:
         return self.folder / f"model-{number:08d}.safetensors"
 
     def add(self, number: int, model: State, cohort: int, strata: int) -> Entry:
-        entry = Entry(number, model.fingerprint, cohort, strata)
+        entry = Entry(number, model.quick_fingerprint, cohort, strata)
         with self._lock:
             self.entries[number] = entry
             self._hold(number, model)
@@ -97,17 +110,35 @@ class History:
             del self._models[other]
         self._models[number] = model
 
-    def sent(self, number: int, wire: Wire, place: int) -> State:
+    def quantized(self, number: int, wire: Wire, place: int) -> QuantState:
+        """Model `number` as it is sent to a client at `place`."""
+        with self._lock:
+            state = self._model_down(number, wire)
+            return quantize_state(state, **self._how(number, wire, place, state))
+
+    def sent(self, number: int, wire: Wire, place: int) -> Values:
         """What a client at `place` decoded in the round of model `number`."""
         with self._lock:
             key = number, wire, place if wire.has_places else 0
+            state = self._model_down(number, wire)
+            if wire.has_places:  # others ask for other places: tensors are made when they are needed
+                q = describe(state, **self._how(number, wire, place, state))
+                return Remade(q, state, self._sums.setdefault(key, {}))
             if key not in self._sent:
-                while len(self._sent) >= (1 if wire.has_places else 2):  # with places, others ask for other models
+                while len(self._sent) >= 2:
                     self._sent.pop(next(iter(self._sent)))
-                model = self.model(number)
-                state = model.with_layout(wire.layout_down(model.layout))
-                self._sent[key] = received_state(state, **_how(state, self.entries[number], wire, place, self.root))
+                self._sent[key] = received_state(state, **self._how(number, wire, place, state))
             return self._sent[key]
+
+    def _model_down(self, number: int, wire: Wire) -> State:
+        model = self.model(number)
+        return model.with_layout(wire.layout_down(model.layout))
+
+    def _how(self, number: int, wire: Wire, place: int, state: State) -> dict[str, Any]:
+        entry, key = self.entries[number], (number, wire)
+        if key not in self._steps:
+            self._steps[key] = _steps(state, entry, wire)
+        return _how(entry, wire, place, self.root, self._steps[key])
 
     def keep_only(self, numbers: Iterable[int]) -> None:
         """Forget the others. Their files go with `clean`, once nothing that was saved can need them."""
@@ -116,6 +147,8 @@ class History:
             self.entries = {n: e for n, e in self.entries.items() if n in kept}
             self._models = {n: m for n, m in self._models.items() if n in kept}
             self._sent = {}  # asked for again in another round, if at all
+            self._steps = {key: steps for key, steps in self._steps.items() if key[0] in kept}
+            self._sums = {key: sums for key, sums in self._sums.items() if key[0] in kept}
             self._checked &= {e.fingerprint for e in self.entries.values()}
 
     def clean(self) -> None:

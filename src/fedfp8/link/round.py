@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fedfp8.errors import WireFormatError
-from fedfp8.link.history import Entry, quantize_down
+from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders, Wire, unlike
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State, dequantize_state
+from fedfp8.model.state import QuantState, State, Values, dequantize_state
 from fedfp8.wire import decode, encode, header
 from fedfp8.wire.container import REFERENCES, checked_body
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from fedfp8.link.server import ServerLink
 
 __all__ = ["Client", "Round", "Visit"]
-
-LARGE = 1 << 28  # bytes of a model
 
 Client = str | int
 Visit = tuple[int, int]  # (number of the model that was sent, place it was sent for)
@@ -62,7 +59,7 @@ class Round:
         self.traffic["resent"][client] = self.traffic["resent"].get(client, 0) + len(payload)
         return payload
 
-    def sent(self, client: Client) -> State:
+    def sent(self, client: Client) -> Values:
         """What a client decodes, or did."""
         return self.link.history.sent(self.entry.number, self.wires[client], self.places[client])
 
@@ -75,12 +72,8 @@ class Round:
         )  # fmt: skip
 
     def kept(self, client: Client) -> int:
-        """Models that a client is to keep. Of a large one it is one, since each takes both sides 4 bytes a weight."""
-        return 0 if not self.link.cache else 1 if self._large else self.wires[client].kept
-
-    @cached_property
-    def _large(self) -> bool:
-        return sum(tensor.nbytes for tensor in self.model.values()) > LARGE
+        """Models that a client is to keep."""
+        return self.wires[client].kept if self.link.cache else 0
 
     def receive(self, client: Client, payload: bytes) -> State:
         """A client's update in the server's frame, checked: its layout, its random bits, finite values."""
@@ -131,8 +124,9 @@ class Round:
             return self._payloads[key]
         if self._message is None or self._message[0] != key[:2]:
             self._message = None  # before the next one is made: each takes as much memory as the model
-            self._message = key[:2], quantize_down(self.model, self.entry, wire, place, self.link.seed)
-        message, references = self._message[1], []
+            self._message = key[:2], self.link.history.quantized(self.entry.number, wire, place)
+        references: list[Values] = []
+        message = self._message[1]
         if wire.lossless:
             references += [self.link.history.sent(number, wire, at) for number, at in held]
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []

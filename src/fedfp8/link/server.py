@@ -185,7 +185,7 @@ class ServerLink:
     def _entry(self, model: State, strata: int, cohort: int) -> Entry:
         """The same model again (evaluation, then the next round) is the same message: who holds it needs nothing."""
         last = self.history.entries.get(self.number)
-        if last is not None and last.fingerprint == model.fingerprint:
+        if last is not None and last.fingerprint == model.quick_fingerprint:
             return last
         self.number += 1
         return self.history.add(self.number, model, cohort, strata)

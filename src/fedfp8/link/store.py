@@ -6,20 +6,24 @@ And messages in somebody else's memory, about a byte a weight: larger than a pay
 import hashlib
 import json
 import os
+import warnings
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fedfp8.errors import RunError, WireFormatError
+from fedfp8.fp8.many import hashed_sum_many
 from fedfp8.model.layout import Layout
 from fedfp8.model.state import QuantState, State
 
-__all__ = ["pack_message", "read_state", "unpack_message", "write_atomic", "write_state"]
+__all__ = ["narrow_codes", "pack_message", "read_state", "unpack_message", "write_atomic", "write_state"]
 
 DAMAGED = "what was kept of the last model is damaged; it counts as lost"
+HOW = ("rounding", "seed", "place", "strata", "change", "together")  # of a message, besides its tensors and steps
 WIDTHS = (torch.int8, torch.int16, torch.int32)  # of the codes of a tensor: the first that holds them all
 
 
@@ -50,31 +54,36 @@ def read_state(path: Path, fingerprint: bytes | None = None) -> State:
             state = State(layout, {spec.name: file.get_tensor(spec.name) for spec in layout})
     except Exception as error:  # safetensors raises its own kinds
         raise RunError(f"{path} cannot be read as a model: {error}; restore it or start the run anew") from None
-    if fingerprint is not None and state.fingerprint != fingerprint:
+    if fingerprint is not None and state.quick_fingerprint != fingerprint:
         raise RunError(f"{path} is damaged: its values are not those saved; restore it or start the run anew")
     return state
 
 
-def pack_message(q: QuantState) -> bytes:
-    """A message as bytes that need no reference, for `unpack_message` on the same machine."""
-    parts, widths = [], []
-    for spec in q.layout:
-        tensor = q.rest[spec.name] if spec.name in q.rest else q.codes[spec.name]
-        if spec.name in q.codes and tensor.dtype == torch.int32:
-            tensor = _narrow(tensor)
-        widths.append(str(tensor.dtype).removeprefix("torch."))
-        parts.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+def narrow_codes(q: QuantState) -> QuantState:
+    """The same message with codes in the narrowest integers: about a byte a weight."""
+    return replace(q, codes={n: _narrow(codes) if codes.dtype == WIDTHS[-1] else codes for n, codes in q.codes.items()})
+
+
+def pack_message(q: QuantState, fingerprint: bytes) -> bytes:
+    """A message as bytes that need no reference, for `unpack_message` on the same machine.
+
+    fingerprint: of the values it stands for, so that they need not be made to find out.
+    """
+    tensors = [q.rest[spec.name] if spec.name in q.rest else q.codes[spec.name] for spec in q.layout]
+    tensors = [tensor.contiguous().view(-1) for tensor in tensors]
     meta = {
-        "layout": q.layout.to_bytes().decode(), "rounding": q.rounding, "seed": q.seed, "place": q.place,
-        "strata": q.strata, "steps": {n: s.hex() for n, s in q.steps.items()}, "rest": list(q.rest), "dtypes": widths,
-    }  # fmt: skip
+        "layout": q.layout.to_bytes().decode(), "steps": {n: s.hex() for n, s in q.steps.items()},
+        "rest": list(q.rest), "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+        "sums": hashed_sum_many(tensors).tolist(), "fingerprint": fingerprint.hex(),
+    } | {key: getattr(q, key) for key in HOW}  # fmt: skip
     text = json.dumps(meta, separators=(",", ":")).encode()
     head = len(text).to_bytes(4, "little") + text
+    parts = [tensor.view(torch.uint8).numpy().data if tensor.numel() else b"" for tensor in tensors]
     return b"".join([_checksum(head), head, *parts])
 
 
 def _checksum(head: "bytes | memoryview") -> bytes:
-    """Of what says how to read the rest. The values have their fingerprint: a model that is damaged is another one."""
+    """Of what says how to read the rest, which has sums of its own."""
     return hashlib.blake2b(head, digest_size=8).digest()
 
 
@@ -88,26 +97,42 @@ def _narrow(codes: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def unpack_message(data: bytes) -> QuantState:
+def unpack_message(data: bytes) -> tuple[QuantState, bytes]:
+    """(a message that `narrow_codes` made, the fingerprint of its values); its tensors are views of `data`."""
     body = memoryview(data)[8:]
     position = 4 + int.from_bytes(body[:4], "little")
     if _checksum(body[:position]) != data[:8]:
         raise WireFormatError(DAMAGED)
     meta = json.loads(bytes(body[4:position]))
-    layout, rest = Layout.from_bytes(meta["layout"].encode()), set(meta["rest"])
+    layout, rest = _layout(meta["layout"]), set(meta["rest"])
     steps = {name: float.fromhex(step) for name, step in meta["steps"].items()}
-    q = QuantState(layout, meta["rounding"], meta["seed"], steps=steps, place=meta["place"], strata=meta["strata"])
+    q = QuantState(layout, steps=steps, **{key: meta[key] for key in HOW})
+    everything, tensors = _bytes(body), []
     for spec, name in zip(layout, meta["dtypes"], strict=True):
         dtype = getattr(torch, name)
         end = position + spec.size * dtype.itemsize
         if end > len(body):
             raise WireFormatError(DAMAGED)
-        values = np.frombuffer(body[position:end], np.uint8)
+        part = everything[position:end]
+        aligned = part.storage_offset() % dtype.itemsize == 0 == part.data_ptr() % dtype.itemsize
+        tensors.append((part if aligned else part.clone()).view(dtype))
         if spec.name in rest:
-            q.rest[spec.name] = torch.from_numpy(values.view(name).copy()).view(spec.shape)
-        elif dtype in WIDTHS:
-            q.codes[spec.name] = torch.from_numpy(values.view(name).astype(np.int32))
+            q.rest[spec.name] = tensors[-1].view(spec.shape)
         else:
-            q.codes[spec.name] = torch.from_numpy(values.copy())
+            q.codes[spec.name] = tensors[-1]
         position = end
-    return q
+    if hashed_sum_many(tensors).tolist() != meta["sums"]:
+        raise WireFormatError(DAMAGED)
+    return q, bytes.fromhex(meta["fingerprint"])
+
+
+def _bytes(data: memoryview) -> torch.Tensor:
+    """Bytes that nobody writes to, as a tensor: torch has none that must not be written to, and warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+@lru_cache(maxsize=8)
+def _layout(text: str) -> Layout:
+    return Layout.from_bytes(text.encode())

@@ -27,6 +27,7 @@ from fedfp8.model.rounding import ROUNDINGS, rounding_of
 from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
 from fedfp8.wire.container import REFERENCES
+from fedfp8.wire.steps import sampled_rms
 
 __all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
 
@@ -164,7 +165,7 @@ def unlike(reply: State, change: State) -> bool:
     A trained model is near the one it came from; a difference is as far from it as the model is large.
     """
     coded = [spec for spec in reply.layout if spec.kind in ("fp8", "float")]
-    strange = [s for s in coded if change.rms(s.name) > UNLIKE * reply.rms(s.name) > 0.0]
+    strange = [s for s in coded if change.rms(s.name) > UNLIKE * sampled_rms(reply[s.name].view(-1).numpy()) > 0.0]
     return 2 * sum(spec.size for spec in strange) > sum(spec.size for spec in coded)
 
 

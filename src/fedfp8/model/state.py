@@ -2,7 +2,8 @@
 
 `State` is what both ends reason about: named float32 (and integer) tensors. `quantize_state` turns it into a
 `QuantState`, integers and a few floats, by one of the roundings of `rounding.py`; `dequantize_state` gives the values
-the receiver works with. How a QuantState becomes bytes is the business of `wire` and changes no value.
+the receiver works with, and `Remade` gives them one by one. How a QuantState becomes bytes is the business of `wire`
+and changes no value.
 
 Every message has its own seed and every tensor its own random bits, so rounding errors are independent.
 """
@@ -27,12 +28,62 @@ from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.rng import derive_seed
 
-__all__ = ["QuantState", "State", "dequantize_state", "quantize_state", "received_state", "tensor_seed"]
+__all__ = [
+    "QuantState",
+    "Remade",
+    "Small",
+    "State",
+    "Values",
+    "dequantize_state",
+    "describe",
+    "quantize_state",
+    "received_state",
+    "tensor_seed",
+]
+
+SMALL = 1 << 10  # elements; smaller tensors may be coded together
+
+
+class Values(Mapping[str, torch.Tensor]):
+    """Named tensors in the order of a layout: float kinds float32, integers in their dtype; CPU, contiguous."""
+
+    layout: Layout
+
+    def __iter__(self) -> Iterator[str]:
+        return (spec.name for spec in self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """8 bytes that stand for all values (blake2b over the tensors' bytes)."""
+        digest = hashlib.blake2b(self.layout.fingerprint, digest_size=8)
+        for tensor in self.values():
+            digest.update(tensor.view(-1).numpy().data if tensor.numel() else b"")
+        return digest.digest()
+
+    @cached_property
+    def quick_fingerprint(self) -> bytes:
+        """The same at the speed of memory: tells models apart that differ by accident, not by design."""
+        return hashlib.blake2b(self.layout.fingerprint + self._sums().tobytes(), digest_size=8).digest()
+
+    def _sums(self) -> np.ndarray:
+        """Of every tensor, a number that stands for its bytes."""
+        return hashed_sum_many(list(self.values())).astype("<u8", copy=False)
+
+    def rms(self, name: str) -> float:
+        """Root mean square of a tensor."""
+        return rms(self[name])
+
+    def joined(self, specs: Sequence[TensorSpec]) -> torch.Tensor:
+        """The elements of some tensors, one after the other."""
+        return torch.cat([self[spec.name].view(-1) for spec in specs])
 
 
 @dataclass(frozen=True, eq=False)
-class State(Mapping[str, torch.Tensor]):
-    """Named tensors in the order of a layout: float kinds float32, integers in their dtype; CPU, contiguous."""
+class State(Values):
+    """Tensors that are there."""
 
     layout: Layout
     tensors: dict[str, torch.Tensor]
@@ -56,26 +107,6 @@ class State(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    @cached_property
-    def fingerprint(self) -> bytes:
-        """8 bytes that stand for all values (blake2b over the tensors' bytes)."""
-        digest = hashlib.blake2b(self.layout.fingerprint, digest_size=8)
-        for tensor in self.tensors.values():
-            digest.update(tensor.view(-1).numpy().data if tensor.numel() else b"")
-        return digest.digest()
-
-    @cached_property
-    def quick_fingerprint(self) -> bytes:
-        """The same at the speed of memory: tells models apart that differ by accident, not by design."""
-        sums = hashed_sum_many(list(self.tensors.values())).astype("<u8", copy=False)
-        return hashlib.blake2b(self.layout.fingerprint + sums.tobytes(), digest_size=8).digest()
 
     def rms(self, name: str) -> float:
         """Root mean square of a tensor; computed once, since every message given this state asks for it."""
@@ -118,21 +149,72 @@ class QuantState:
     place: int = 0  # of the sender among the `strata` of a cohort that shares its random bits (dithered only)
     strata: int = 1
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
+    together: bool = False  # small tensors are quantized and coded as one, in units of their steps (dithered only)
 
     def batches(self) -> Iterator[Sequence[tuple[int, TensorSpec]]]:
-        """The coded tensors and their indices, some at a time: small ones are quantized together."""
-        kinds = ROUNDINGS[self.rounding].kinds
-        coded = [(index, spec) for index, spec in enumerate(self.layout) if spec.kind in kinds]
-        return batches(coded, lambda pair: pair[1].size)
+        """The coded tensors and their indices, some at a time, but for those that are one."""
+        small = {spec.name for one in self.small for spec in one.specs}
+        return batches([pair for pair in self.coded if pair[1].name not in small], lambda pair: pair[1].size)
 
     def item(self, index: int, spec: TensorSpec, tensor: torch.Tensor) -> Item:
         """All that is known of tensor `index`, with its values or codes."""
         alpha = None if spec.range is None else self.rest[spec.range]
         return spec, tensor, alpha, self.steps.get(spec.name, 0.0), self.draw(index)
 
+    @property
+    def coded(self) -> list[tuple[int, TensorSpec]]:
+        """The tensors that travel as codes, with their indices."""
+        kinds = ROUNDINGS[self.rounding].kinds
+        return [(index, spec) for index, spec in enumerate(self.layout) if spec.kind in kinds]
+
+    @cached_property
+    def small(self) -> "tuple[Small, ...]":
+        """The tensors that are one: the small vectors, whose steps are finer, and the other small ones."""
+        found = [pair for pair in self.coded if self.together and pair[1].size < SMALL]
+        kinds = [[pair for pair in found if (len(pair[1].shape) < 2) == vectors] for vectors in (True, False)]
+        return tuple(Small(pairs) for pairs in kinds if pairs)
+
     def draw(self, index: int) -> Draw:
         """The random bits of tensor `index`."""
         return Draw(tensor_seed(self.seed, index), self.place, self.strata)
+
+
+class Small:
+    """Small tensors of a message that are one tensor: their elements in units of their steps, one after the other.
+
+    A model of hundreds of them is quantized and coded in one go, and they share what a coded tensor costs.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, TensorSpec]]) -> None:
+        self.index = pairs[0][0]  # it stands in the place of the first of them
+        self.specs = tuple(spec for _, spec in pairs)
+        self.sizes = [spec.size for spec in self.specs]
+        kind = "vectors" if len(self.specs[0].shape) < 2 else "tensors"
+        self.spec = TensorSpec(f"{len(self.specs)} small {kind}", (sum(self.sizes),), "float32", "float")
+
+    def steps(self, q: QuantState) -> torch.Tensor:
+        """Of every element."""
+        return self._spread([q.steps[spec.name] for spec in self.specs])
+
+    def per_step(self, q: QuantState) -> torch.Tensor:
+        """Of every element, one over its step; 0 where that is 0."""
+        return self._spread([1.0 / step if (step := q.steps[spec.name]) else 0.0 for spec in self.specs])
+
+    def _spread(self, numbers: list[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float64).float().repeat_interleave(torch.tensor(self.sizes))
+
+    def quantize(self, q: QuantState, values: Values) -> dict[str, torch.Tensor]:
+        flat = values.joined(self.specs) * self.per_step(q)
+        codes = ROUNDINGS[q.rounding].quantize(self.spec, flat, None, 1.0, q.draw(self.index))
+        return dict(zip((spec.name for spec in self.specs), codes.split(self.sizes), strict=True))
+
+    def dequantize(self, q: QuantState, codes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        flat = torch.cat([codes[spec.name].int() for spec in self.specs])
+        return ROUNDINGS[q.rounding].dequantize(self.spec, flat, None, 1.0, q.draw(self.index)) * self.steps(q)
+
+    def parts(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views by name."""
+        return {s.name: part.view(s.shape) for s, part in zip(self.specs, flat.split(self.sizes), strict=True)}
 
 
 @lru_cache(maxsize=4096)
@@ -141,7 +223,7 @@ def tensor_seed(seed: int, index: int) -> int:
     return derive_seed(seed, "tensor", index)
 
 
-def quantize_state(
+def describe(
     state: State,
     *,
     seed: int = 0,
@@ -152,14 +234,14 @@ def quantize_state(
     place: int = 0,
     strata: int = 1,
     change: bool = False,
-    received: bool = False,
+    together: bool = False,
 ) -> QuantState:
-    """Quantize a whole state.
+    """All of a quantized state but its codes.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
     ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
-    change: marks `state` as one of differences; nothing is subtracted here. received: values in the place of codes, for
-    `received_state`.
+    change: marks `state` as one of differences; nothing is subtracted here. together: tensors below SMALL elements
+    share their random bits and are coded as one.
     """
     if rounding not in ROUNDINGS:
         raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
@@ -168,27 +250,108 @@ def quantize_state(
         raise QuantizationError(
             f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
         )
-    if not rule.has_steps and (place, strata, change) != (0, 1, False):
+    if not rule.has_steps and (place, strata, change, together) != (0, 1, False, False):
         raise QuantizationError(
-            f"place={place}, strata={strata}, change={change} with rounding={rounding!r}; they belong to 'dithered'"
+            f"place={place}, strata={strata}, change={change}, together={together} with rounding={rounding!r}; they "
+            "belong to 'dithered'"
         )
     dither_keys(seed, place, strata)  # refuses places that do not exist, even where every tensor is zero
-    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change)
+    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change, together=together)
     q.rest.update({spec.name: state[spec.name] for spec in state.layout if spec.kind not in rule.kinds})
-    for batch in q.batches():
-        if rule.has_steps:
-            q.steps.update({spec.name: _step(spec, state, step, step_of, reference) for _, spec in batch})
-        items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
-        made = rule.receive_batch(items) if received else rule.quantize_batch(items)
-        q.codes.update(zip((spec.name for _, spec in batch), made, strict=True))
+    if rule.has_steps:
+        steps = {spec.name: _step(spec, state, step, step_of, reference) for _, spec in q.coded}
+        q.steps.update(short_steps(steps) if together else steps)
     return q
+
+
+def short_steps(steps: Mapping[str, float]) -> dict[str, float]:
+    """Steps as messages with small tensors have them: the next float32 of which the upper 16 bits are enough."""
+    bits = np.array(list(steps.values()), np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
+    return dict(zip(steps, rounded.tolist(), strict=True))
+
+
+def quantize_state(state: State, **how: Any) -> QuantState:
+    """Quantize a whole state; the arguments are those of `describe`."""
+    q, found = describe(state, **how), dict[str, torch.Tensor]()
+    for batch in q.batches():
+        items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
+        codes = ROUNDINGS[q.rounding].quantize_batch(items)
+        found.update(zip((spec.name for _, spec in batch), codes, strict=True))
+    for small in q.small:
+        found |= small.quantize(q, state)
+    q.codes.update({spec.name: found[spec.name] for _, spec in q.coded})
+    return q
+
+
+class Remade(Values):
+    """What a receiver works with, made tensor by tensor when it is asked for: a reference that takes little memory.
+
+    source: the values that are quantized on the way; None: the codes are in `q`, in integers of any width. sums: what
+    is known of the values' fingerprint, and room for what is found; None: `fingerprint` is theirs.
+    """
+
+    def __init__(
+        self,
+        q: QuantState,
+        source: Values | None = None,
+        sums: dict[str, int] | None = None,
+        fingerprint: bytes | None = None,
+    ) -> None:
+        self.q, self.source, self.layout, self._known = q, source, q.layout, sums
+        self._index = {spec.name: (index, spec) for index, spec in q.coded}
+        if fingerprint is not None:
+            self.__dict__["quick_fingerprint"] = fingerprint
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._index:
+            return self.q.rest[name]
+        if name in self._small:
+            return self._small[name]
+        index, spec = self._index[name]
+        rule = ROUNDINGS[self.q.rounding]
+        if self.source is not None:
+            flat = rule.receive_batch([self.q.item(index, spec, self.source[name].view(-1))])[0]
+        else:
+            flat = rule.dequantize(*self.q.item(index, spec, self.q.codes[name]))
+        tensor = flat.view(spec.shape)
+        self._hash({name: tensor})
+        return tensor
+
+    def joined(self, specs: Sequence[TensorSpec]) -> torch.Tensor:
+        for small, flat in self._joined:
+            if small.specs == specs:
+                return flat
+        return super().joined(specs)
+
+    @cached_property
+    def _joined(self) -> list[tuple[Small, torch.Tensor]]:
+        """Small tensors are made all at once, and stay."""
+        q, source = self.q, self.source
+        return [(s, s.dequantize(q, q.codes if source is None else s.quantize(q, source))) for s in q.small]
+
+    @cached_property
+    def _small(self) -> dict[str, torch.Tensor]:
+        return {name: part for small, flat in self._joined for name, part in small.parts(flat).items()}
+
+    def _hash(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._known is not None and (new := [name for name in tensors if name not in self._known]):
+            self._known.update(zip(new, hashed_sum_many([tensors[name] for name in new]).tolist(), strict=True))
+
+    def _sums(self) -> np.ndarray:
+        if self._known is None:
+            return super()._sums()
+        self._hash(self.q.rest | self._small)
+        for name in self:
+            if name not in self._known:
+                self[name]
+        return np.array([self._known[name] for name in self], "<u8")
 
 
 def received_state(state: State, **how: Any) -> State:
     """``dequantize_state(quantize_state(state, ...))`` in one pass where there is one."""
-    q = quantize_state(state, received=True, **how)
-    found = q.rest | {spec.name: q.codes[spec.name].view(spec.shape) for spec in q.layout if spec.name in q.codes}
-    return State(q.layout, {spec.name: found[spec.name] for spec in q.layout})
+    remade = Remade(describe(state, **how), state)
+    return State(state.layout, {name: remade[name] for name in remade})
 
 
 def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
@@ -199,6 +362,8 @@ def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
         items = [q.item(index, spec, take(spec.name)) for index, spec in batch]
         for (_, spec), flat in zip(batch, rule.dequantize_batch(items), strict=True):
             found[spec.name] = flat.view(spec.shape)
+    for small in q.small:
+        found |= small.parts(small.dequantize(q, {spec.name: take(spec.name) for spec in small.specs}))
     return State(q.layout, {spec.name: found[spec.name] for spec in q.layout})
 
 

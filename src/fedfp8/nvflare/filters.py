@@ -29,7 +29,7 @@ from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunErro
 from fedfp8.link import ClientLink, ServerLink
 from fedfp8.link.arrays import tensors_of, torch_of
 from fedfp8.link.store import write_atomic
-from fedfp8.model.state import State
+from fedfp8.model.state import Values
 from fedfp8.text import size_text
 
 __all__ = ["ReceiveModel", "ReceiveUpdate", "SendModel", "SendUpdate"]
@@ -196,7 +196,7 @@ class _Server:
             model = self.link.frame.restore(tensors_of(round.model))
             return DXO(kind, self._less(model, round.model) if kind == DataKind.WEIGHT_DIFF else model)
 
-    def _less(self, arrays: dict[str, Any], state: State) -> dict[str, Any]:
+    def _less(self, arrays: dict[str, Any], state: Values) -> dict[str, Any]:
         assert self.link.frame is not None
         before = self.link.frame.restore(tensors_of(state))
         return {name: array - before[name] for name, array in arrays.items()}

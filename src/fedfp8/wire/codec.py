@@ -7,20 +7,24 @@ reference   coded as steps from a reference, quantized to the new grid with the 
 same        exactly that prediction: no data at all
 
 Which of the message's references it is stands in the mode too, from bit INDEX on; ALL: a mix of them (`mix.py`).
+
+Small tensors of a message are one tensor here: its elements are those of all of them, in units of their steps.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.parallel import Keys, dither_keys, random_keys
 from fedfp8.model.layout import TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, State, tensor_seed
+from fedfp8.model.state import QuantState, Small, Values, tensor_seed
 from fedfp8.wire import kernels, rawbits, steps, stream
 from fedfp8.wire.container import REFERENCES, version_of
 from fedfp8.wire.mix import Mix, fit_mix, read_mix
@@ -36,11 +40,13 @@ __all__ = [
     "STATIC",
     "Plan",
     "Reference",
+    "codes_of",
     "decode",
     "encode",
     "mode_name",
     "plans",
     "reference_of",
+    "split_codes",
 ]
 
 RAW, STATIC, REFERENCE, SAME = range(4)
@@ -56,7 +62,12 @@ class Reference:
     """The same tensor of a model that both sides hold."""
 
     values: np.ndarray
-    rms: float  # for dithered tensors, else 0
+    whole_rms: float | None = None  # of dithered tensors in messages that take it from all elements
+
+    @cached_property
+    def rms(self) -> float:
+        """For the classes of a dithered tensor's values; of a sample, which every tensor has at hand."""
+        return steps.sampled_rms(self.values) if self.whole_rms is None else self.whole_rms
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -69,6 +80,7 @@ class Plan:
     """Everything both sides know about a tensor before its codes."""
 
     spec: TensorSpec
+    parts: tuple[TensorSpec, ...]  # the tensors that it is made of: itself, or those that are coded together
     size: int
     dithered: bool
     random: bool  # the codes were made with random bits
@@ -79,7 +91,7 @@ class Plan:
     place: int = 0
     strata: int = 1
     version: int = 1  # of the format, as far as the sender's choices go
-    gaps: bool = False  # whether steps may be coded as gaps: the message is of version 2 whatever references it names
+    second: bool = False  # the message is of version 2 whatever references it names: steps may be coded as gaps
 
     @property
     def name(self) -> str:
@@ -111,21 +123,55 @@ class Plan:
         return self.size == 0 or (self.dithered and self.step == 0.0)
 
 
-def plans(q: QuantState, references: Sequence[State] = ()) -> Iterator[Plan]:
-    """The coded tensors of a message, in order. Needs the ranges and steps of `q`, not its codes."""
-    rule, version = ROUNDINGS[q.rounding], version_of(q, len(references))
-    dithered, gaps = rule.has_steps, version_of(q, 0) > 1
-    for index, spec in enumerate(q.layout):
-        if spec.kind not in rule.kinds:
+def plans(q: QuantState, references: Sequence[Values] = ()) -> Iterator[Plan]:
+    """The coded tensors of a message, in order; small ones, if they are coded together, where the first of them stands.
+
+    Needs the ranges and steps of `q`, not its codes.
+    """
+    rule, version, second = ROUNDINGS[q.rounding], version_of(q, len(references)), version_of(q, 0) > 1
+    dithered, small = rule.has_steps, {one.index: one for one in q.small}
+    joined = {spec.name for one in q.small for spec in one.specs}
+    for index, spec in q.coded:
+        if index in small:
+            yield _plan_of_small(q, small[index], references, version)
+        if spec.name in joined:
             continue
         alpha = 0.0 if dithered or spec.range is None else float(q.rest[spec.range])
-        step = q.steps[spec.name] if dithered else 0.0
+        whole = dithered and not q.together
         given = tuple(
-            Reference(state[spec.name].view(-1).numpy(), state.rms(spec.name) if dithered else 0.0)
+            Reference(state[spec.name].view(-1).numpy(), state.rms(spec.name) if whole else None)
             for state in references
         )
-        seed, random = tensor_seed(q.seed, index), rule.is_random
-        yield Plan(spec, spec.size, dithered, random, seed, alpha, step, given, q.place, q.strata, version, gaps)
+        yield Plan(
+            spec, (spec,), spec.size, dithered, rule.is_random, tensor_seed(q.seed, index), alpha,
+            q.steps.get(spec.name, 0.0), given, q.place, q.strata, version, second,
+        )  # fmt: skip
+
+
+def _plan_of_small(q: QuantState, small: Small, references: Sequence[Values], version: int) -> Plan:
+    """Small tensors as one, in units of their steps."""
+    per_step = small.per_step(q)
+    # Cut as the kernels would, which look for NaN, too
+    most = float(steps.FARTHEST)
+    given = [(state.joined(small.specs) * per_step).clamp_(-most, most) for state in references]
+    return Plan(
+        small.spec, small.specs, small.spec.size, True, True, tensor_seed(q.seed, small.index), 0.0,
+        float(per_step.any()), tuple(Reference(values.numpy()) for values in given), q.place, q.strata, version, True,
+    )  # fmt: skip
+
+
+def codes_of(plan: Plan, q: QuantState) -> np.ndarray:
+    """What is to be coded."""
+    codes = [q.codes[part.name] for part in plan.parts]
+    return (codes[0] if len(codes) == 1 else torch.cat(codes)).numpy()
+
+
+def split_codes(plan: Plan, q: QuantState, codes: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+    """The inverse: (name, codes) of every tensor."""
+    for part, own in zip(plan.parts, torch.from_numpy(codes).split([part.size for part in plan.parts]), strict=True):
+        if plan.parts != (plan.spec,) and not q.steps[part.name] and bool(own.any()):
+            raise WireFormatError(f"tensor {part.name!r} has a step of 0 and other codes; the message is damaged")
+        yield part.name, own
 
 
 def mode_name(mode: int, references: int = 1) -> str:

@@ -18,7 +18,7 @@ __all__ = ["Inspection", "Row", "inspect"]
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. `bytes` are those of its own record or values; `value` is a range's number."""
+    """One tensor, or small ones that are coded together. `bytes`: of its own record; `value`: a range's number."""
 
     name: str
     kind: str
@@ -91,22 +91,23 @@ def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
         return Inspection(head, len(payload), None)
     head, layout, reader = checked_body(payload, layout)
     q = read_plain(head, layout, reader)
-    rows = {row.name: row for row in _coded_rows(q, len(head.reference_fingerprints), reader)}
+    rows = _coded_rows(q, len(head.reference_fingerprints), reader)
     for spec in layout:
         if spec.kind not in ROUNDINGS[head.rounding].kinds:
             tensor = q.rest[spec.name]
             value = float(tensor) if spec.kind == "range" and spec.size == 1 else None
             rows[spec.name] = Row(spec.name, spec.kind, "as is", spec.size, tensor.nbytes, None, value)
     reader.finish()
-    return Inspection(head, len(payload), tuple(rows[spec.name] for spec in layout))
+    return Inspection(head, len(payload), tuple(rows[spec.name] for spec in layout if spec.name in rows))
 
 
-def _coded_rows(q: QuantState, references: int, reader: Reader) -> list[Row]:
-    rows = []
+def _coded_rows(q: QuantState, references: int, reader: Reader) -> dict[str, Row]:
+    """By name; tensors that are coded together by the name of the first."""
+    rows = {}
     before = reader.position
     for plan, mode, _ in records(q, (), reader):
         used, before = reader.position - before, reader.position
-        step = plan.step if plan.dithered else None
+        step = plan.step if plan.dithered and plan.parts == (plan.spec,) else None
         name = "nothing" if mode is None else codec.mode_name(mode, references)
-        rows.append(Row(plan.name, plan.spec.kind, name, plan.size, used, step))
+        rows[plan.parts[0].name] = Row(plan.name, plan.spec.kind, name, plan.size, used, step)
     return rows

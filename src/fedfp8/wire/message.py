@@ -15,7 +15,7 @@ from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.fp8.quantizers import STEP_MAX, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, State
+from fedfp8.model.state import QuantState, Values
 from fedfp8.wire import codec
 from fedfp8.wire.container import (
     AGAIN,
@@ -35,8 +35,8 @@ __all__ = ["decode", "encode", "read_plain", "records"]
 def encode(
     q: QuantState,
     *,
-    reference: State | None = None,
-    references: Sequence[State] = (),
+    reference: Values | None = None,
+    references: Sequence[Values] = (),
     lossless: bool = True,
     with_layout: bool = False,
 ) -> bytes:
@@ -53,16 +53,14 @@ def encode(
         raise WireFormatError(f"{len(given)} references; a message is coded given at most {REFERENCES}")
     for state in given:
         _check_reference(q.layout, state)
-    coded = [
-        codec.encode(plan, q.codes[plan.name].numpy(), lossless) for plan in codec.plans(q, given) if not plan.empty
-    ]
+    coded = [codec.encode(plan, codec.codes_of(plan, q), lossless) for plan in codec.plans(q, given) if not plan.empty]
     asked = {codec.reference_of(mode) for mode, _ in coded}
     used = [i for i in range(len(given)) if asked & {i, codec.ALL}]  # the receiver need not have the others
     head = write_header(q, [given[i] for i in used], with_layout)
     return seal(head, *_write_plain(q), *_write_coded(coded, used))
 
 
-def held(reference: State | None, references: Iterable[State]) -> tuple[State, ...]:
+def held(reference: Values | None, references: Iterable[Values]) -> tuple[Values, ...]:
     return (*(() if reference is None else (reference,)), *references)
 
 
@@ -81,15 +79,16 @@ def _write_plain(q: QuantState) -> Iterator[bytes | memoryview]:
             tensor = q.rest[spec.name]
             _check_rest(spec, tensor, _is_alpha(q.layout, q.rounding, spec), QuantizationError)
             yield tensor.contiguous().view(-1).numpy().data if spec.size else b""
-    yield np.array([q.steps[name] for name in q.codes if ROUNDINGS[q.rounding].has_steps], dtype="<f4").tobytes()
+    steps = np.array([q.steps[spec.name] for _, spec in q.coded if q.steps], dtype="<f4")
+    yield steps.view("<u2")[1::2].tobytes() if q.together else steps.tobytes()  # the upper halves
 
 
 def decode(
     payload: bytes,
     layout: Layout | None = None,
     *,
-    reference: State | None = None,
-    references: Iterable[State] = (),
+    reference: Values | None = None,
+    references: Iterable[Values] = (),
 ) -> QuantState:
     """The inverse of :func:`encode`; raises WireFormatError for anything that `encode` cannot have written.
 
@@ -98,27 +97,31 @@ def decode(
     """
     head, layout, reader = checked_body(payload, layout)
     used = _find_references(head, layout, held(reference, references))
-    q = read_plain(head, layout, reader)
+    q, found = read_plain(head, layout, reader), dict[str, torch.Tensor]()
     for plan, mode, data in records(q, used, reader):
         codes = np.zeros(plan.size, plan.dtype) if mode is None else codec.decode(plan, mode, data)
-        q.codes[plan.name] = torch.from_numpy(codes)
+        found.update(codec.split_codes(plan, q, codes))
     reader.finish()
+    q.codes.update({spec.name: found[spec.name] for _, spec in q.coded})
     return q
 
 
 def read_plain(head: Header, layout: Layout, reader: Reader) -> QuantState:
     """Everything before the coded tensors: ranges, other tensors that travel as they are, and steps."""
-    q = QuantState(layout, head.rounding, head.seed, place=head.place, strata=head.strata, change=head.change)
+    q = QuantState(
+        layout, head.rounding, head.seed, place=head.place, strata=head.strata, change=head.change,
+        together=head.together,
+    )  # fmt: skip
     for spec in layout:
         if spec.kind not in ROUNDINGS[head.rounding].kinds:
             q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(layout, head.rounding, spec))
     if ROUNDINGS[head.rounding].has_steps:
-        q.steps.update(_read_steps(layout, reader))
+        q.steps.update(_read_steps(layout, reader, head.together))
     return q
 
 
 def records(
-    q: QuantState, references: Sequence[State], reader: Reader
+    q: QuantState, references: Sequence[Values], reader: Reader
 ) -> Iterator[tuple[codec.Plan, int | None, memoryview]]:
     """(plan, mode, data) of every coded tensor; mode None for one that needs no data (empty, or all zero)."""
     for plan in codec.plans(q, references):
@@ -152,6 +155,10 @@ def _check_complete(q: QuantState) -> None:
         step = q.steps.get(spec.name, 0.0)
         if rule.has_steps:
             _check_step(spec.name, step, QuantizationError)
+            if q.together and np.float32(step).view(np.uint32) & 0xFFFF:
+                raise QuantizationError(
+                    f"step of {spec.name!r} is {step!r}, which 16 bits do not hold; use quantize_state"
+                )
             if step == 0.0 and bool(codes.any()):
                 raise QuantizationError(f"step of {spec.name!r} is 0 but its codes are not all 0; use quantize_state")
     if len(q.codes) != len(coded) or len(q.codes) + len(q.rest) != len(q.layout):
@@ -177,7 +184,7 @@ def _check_rest(spec: TensorSpec, tensor: torch.Tensor, is_alpha: bool, error: t
         raise error(f"range {spec.name!r} must be one number of at most 2**100, as it scales a weight's grid")
 
 
-def _check_reference(layout: Layout, reference: State) -> None:
+def _check_reference(layout: Layout, reference: Values) -> None:
     theirs = {s.name: s for s in reference.layout}
     for spec in layout:
         if spec.name not in theirs or theirs[spec.name].shape != spec.shape:
@@ -186,7 +193,7 @@ def _check_reference(layout: Layout, reference: State) -> None:
             )
 
 
-def _find_references(head: Header, layout: Layout, given: tuple[State, ...]) -> list[State]:
+def _find_references(head: Header, layout: Layout, given: tuple[Values, ...]) -> list[Values]:
     """Those the header names, in its order."""
     found, known = [], {fingerprint_of(state, head.version): state for state in given if head.reference_fingerprints}
     for wanted in head.reference_fingerprints:
@@ -212,9 +219,10 @@ def _read_rest(spec: TensorSpec, reader: Reader, is_alpha: bool) -> torch.Tensor
     return tensor.view(spec.shape)
 
 
-def _read_steps(layout: Layout, reader: Reader) -> dict[str, float]:
+def _read_steps(layout: Layout, reader: Reader, short: bool) -> dict[str, float]:
     names = [s.name for s in layout if s.kind in ROUNDINGS["dithered"].kinds]
-    values = np.frombuffer(reader.take(4 * len(names), "steps"), dtype="<f4")
+    data = np.frombuffer(reader.take((2 if short else 4) * len(names), "steps"), "<u2" if short else "<u4")
+    values = (data.astype(np.uint32) << 16 if short else data.astype(np.uint32)).view(np.float32)
     steps = {name: float(value) for name, value in zip(names, values, strict=True)}
     for name, step in steps.items():
         if math.copysign(1.0, step) < 0:

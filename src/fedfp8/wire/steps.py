@@ -15,8 +15,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fedfp8.errors import WireFormatError
+from fedfp8.fp8 import rms
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
 from fedfp8.wire import fused, gaps, kernels, rans, search
@@ -28,7 +30,7 @@ from fedfp8.wire.stream import FIRST_BLOCK, PIECE, Decoder, Encoder, Tables
 if TYPE_CHECKING:
     from fedfp8.wire.codec import Plan, Reference
 
-__all__ = ["decode", "encode", "fit", "has_ranks", "predicted", "sample"]
+__all__ = ["FARTHEST", "decode", "encode", "fit", "has_ranks", "predicted", "sample", "sampled_rms"]
 
 GAIN = 1 << 8  # a count weighs as much as this prior mass of 2**16: the prior is worth 256 observations
 FIT = 1 << 12  # elements on which shape and scale are chosen; at most a piece
@@ -213,7 +215,7 @@ def _fit_uniform(predictor: Predictor, codes: np.ndarray) -> tuple[int, StepMode
         if bad:
             raise WireFormatError(NOT_FINITE)
         if missing < 0:
-            few = plan.gaps and plan.size >= gaps.FROM and not shift and FEW * moved <= len(starts) * length
+            few = plan.second and plan.size >= gaps.FROM and not shift and FEW * moved <= len(starts) * length
             return cost, StepModel(shape, SCALES[scale], shift, few)
         costs.make(missing)
 
@@ -245,6 +247,13 @@ def sample(plan: "Plan") -> tuple[np.ndarray, int]:
     return _spans(plan.size, plan.version == 1 or plan.size <= 2 * FIT)
 
 
+def sampled_rms(values: np.ndarray) -> float:
+    """Root mean square of a tensor's sample (of version 2), the same on every machine."""
+    starts, length = _spans(values.size, values.size <= 2 * FIT)
+    sample = values[:length] if len(starts) == 1 else np.concatenate([values[a : a + length] for a in starts.tolist()])
+    return rms(torch.from_numpy(sample))
+
+
 @lru_cache(maxsize=1024)
 def _spans(size: int, first: bool) -> tuple[np.ndarray, int]:
     if first:
@@ -265,7 +274,7 @@ def decode(plan: "Plan", data: memoryview, reference: "Reference | Mix | None", 
     head, scale = reader.take(2, "shape and scale")
     shape, shift = head >> 5, head & 31
     model = StepModel(shape, scale, shift)
-    if shift == GAPS and plan.gaps:
+    if shift == GAPS and plan.second:
         model, shift = StepModel(shape, scale, 0, gaps=True), 0
     if shape >= len(SHAPES) or scale not in SCALES or (shift and not plan.dithered) or shift > 26:
         raise WireFormatError(f"shape {shape}, shift {shift}, scale {scale} are not possible; the message is damaged")
