@@ -21,16 +21,15 @@ PADDING = 4  # words
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
-def _reciprocals() -> np.ndarray:
-    """ceil(2**(63 + s) / f), s = ceil(log2 f), for every frequency f: `coded` multiplies by it instead of dividing."""
-    f = np.arange(1, 1 << 16, dtype=np.uint64)
+def reciprocals(f: np.ndarray) -> np.ndarray:
+    """ceil(2**(63 + s) / f), s = ceil(log2 f), for f from 1 to 2**32: `divided` multiplies by it."""
     s = np.ceil(np.log2(f.astype(np.float64))).astype(np.uint64)
     half, rest = np.divmod(U64(1 << 63), f)
     tail, more = np.divmod(rest << s, f)
-    return np.concatenate([np.zeros(1, np.uint64), (half << s) + tail + (more > 0)])
+    return (half << s) + tail + (more > 0)
 
 
-RECIPROCALS = _reciprocals()
+RECIPROCALS = np.insert(reciprocals(np.arange(1, 1 << 16, dtype=np.uint64)), 0, 0)  # of every frequency, for `coded`
 
 
 @intrinsic
