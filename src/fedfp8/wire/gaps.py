@@ -130,14 +130,20 @@ def count_classes(ctx, seen):
 
 
 @kernel
-def find(codes, pred, ctx, hazards, total, where, sums):
-    """Where codes differ from predictions, and the hazards up to there; without a branch. (how many, sum of all)."""
-    moved = U64(0)
+def find(codes, pred, ctx, hazards, found):
+    """Where codes differ from predictions, and the hazards up to there; without a branch. (how many, sum of all).
+
+    Index and sum, which is below 2**40 in a piece, share a number: one addition and one store an element.
+    """
+    ahead = np.empty(256, np.uint64)
+    for c in range(256):
+        ahead[c] = U64(1 << 40) | U64(hazards[c])
+    here, moved = U64(0), U64(0)
     for i in range(U64(codes.size)):
-        where[moved], sums[moved] = i, total
-        total += U64(hazards[ctx[i] & U16(0xFF)])
+        found[moved] = here
+        here += ahead[ctx[i] & U16(0xFF)]
         moved += U64(codes[i] != pred[i])
-    return np.int64(moved), total
+    return moved, here & U64((1 << 40) - 1)
 
 
 @kernel
@@ -148,35 +154,37 @@ def encode(codes, reference, grid, narrow, buckets, stays, tables, gaps, steps, 
     n = codes.size
     m = min(n, PIECE)
     room, pred, ctx, tok = np.zeros(m, np.float32), np.empty(m, np.int32), np.empty(m, np.uint16), np.empty(m, np.uint8)
-    where, sums = np.empty(m + 1, np.int64), np.empty(m + 1, np.uint64)
+    found, vs, ps, cs = np.empty(m + 1, np.uint64), np.empty(m, np.int32), np.empty(m, np.int32), np.empty(m, np.uint16)
     hazards, seen, used = np.zeros(256, np.uint32), np.zeros(3, np.int64), np.zeros(1, np.int64)
     rebuild_hazards(stays, row, seen, (tokens, gain, counts, totals), hazards)
     extra_bits[0] = 0
     total, start, end, limit = U64(0), 0, FIRST_BLOCK, U64(LIMIT)
-    gap, step, not_yet = 0, 0, curve[-2] << U64(32) | (curve[-1] - curve[-2])
+    gap, step, not_yet = U64(0), U64(0), curve[-2] << U64(32) | (curve[-1] - curve[-2])
     while start < n:
         stop = min(start + PIECE, end, n)
         v, p, c = codes[start:stop], pred[: stop - start], ctx[: stop - start]
         if predict_uniform(reference_piece(reference, start, stop, room), start, p, c, *grid):
             return NOT_FINITE, 0, 0, 0
-        moved, after = find(v, p, c, hazards, total, where, sums)
-        last = U64(0)
-        here = where[:moved]
-        vs, ps, cs, toks = v[here], p[here], c[here], tok[:moved]
-        tokenise(vs, ps, cs, narrow, 0, bucket, low, extra, toks, extra_bits, used)
+        moved, after = find(v, p, c, hazards, found)
+        for i in range(moved):
+            where = found[i] >> U64(40)
+            vs[i], ps[i], cs[i] = v[where], p[where], c[where]
+        tokenise(vs, ps, cs, narrow, 0, bucket, low, extra, tok[:moved], extra_bits, used)
+        last = U64(0) - total  # where the last step was, in front of this piece
         for i in range(moved):
             context = U64(cs[i] & U16(0xFF))
-            begin = sums[i] - last
+            here = found[i] & U64((1 << 40) - 1)
+            begin = here - last
             while begin >= limit:
-                gaps[gap], begin, gap = not_yet, begin - limit, gap + 1
+                gaps[gap], begin, gap = not_yet, begin - limit, gap + U64(1)
             until = begin + U64(hazards[context])
-            last = sums[i] + U64(hazards[context])
+            last = here + U64(hazards[context])
             below = on_curve(begin, curve)
             gaps[gap] = MOVED | below << U64(32) | (on_curve(min(until, limit), curve) - below)
-            t = U64(row[context]) * U64(tokens) + U64(toks[i])
+            t = U64(row[context]) * U64(tokens) + U64(tok[i])
             steps[step] = entries[t]
             counts[t] += U32(1)
-            gap, step = gap + 1, step + 1
+            gap, step = gap + U64(1), step + U64(1)
         total = after - last
         if end < n:
             count_classes(c, seen)
@@ -186,10 +194,10 @@ def encode(codes, reference, grid, narrow, buckets, stays, tables, gaps, steps, 
             end *= 2
         start = stop
     while total >= limit:
-        gaps[gap], total, gap = not_yet, total - limit, gap + 1
+        gaps[gap], total, gap = not_yet, total - limit, gap + U64(1)
     below = on_curve(total, curve)
     gaps[gap] = below << U64(32) | (curve[-1] - below)
-    return DONE, used[0], gap + 1, step
+    return DONE, used[0], np.int64(gap) + 1, np.int64(step)
 
 
 @kernel
