@@ -213,12 +213,12 @@ def write(gaps, steps, reciprocals, states, words):
             out = full(x2, e)
             words[at - U64(1)] = U32(x2)  # in any case; it stays if `at` moves
             at -= out
-            x2 = coded(x2 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+            x2 = coded(x2 >> U64(32) if out else x2, e, reciprocals[e & U32(0xFFFF)])
         f = g & U64(0xFFFFFFFF)
         out = U64(x0 >= f << U64(63 - BITS))
         words[at - U64(1)] = U32(x0)
         at -= out
-        x0 >>= out << U64(5)
+        x0 = x0 >> U64(32) if out else x0
         q = x0 // f
         x0, x1 = x1, (q << U64(BITS)) + (x0 - q * f) + ((g >> U64(32)) & U64((1 << BITS) - 1))
     states[0], states[1], states[2] = x1, x0, x2
@@ -262,8 +262,8 @@ def add_up(ctx, hazards, total, sums):
 @kernel
 def refilled(x, word, at):
     """(the state, with a word more if it needs one; index of the next word)."""
-    out = U64(x < U64(LOW))
-    return (x << (out << U64(5))) | (U64(word) * out), at + out
+    out = x < U64(LOW)
+    return (x << U64(32)) | U64(word) if out else x, at + U64(out)
 
 
 @kernel
