@@ -24,6 +24,7 @@ from fedfp8.fp8.intrinsics import (
     binade,
     centred,
     code_of,
+    following,
     half_minus_uniform,
     hashed,
     plus,
@@ -59,7 +60,8 @@ def quantize_stochastic(x, out, scale_in, scale_out, top, lowest, magic, spread,
     for i in range(x.size):
         y = min(max(x[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
-        y = y + centred(i, key0, key1) * (b * spread)
+        y = y + centred(0, key0, key1) * (b * spread)
+        key0 = following(key0)
         out[i] = snap(y, b * magic) * scale_out
 
 
@@ -82,7 +84,8 @@ def to_codes_stochastic(x, out, scale_in, top, lowest, magic, spread, shift, off
         bad = np.uint32(bad | poison(x[i]))
         y = min(max(x[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
-        y = y + centred(i, key0, key1) * (b * spread)
+        y = y + centred(0, key0, key1) * (b * spread)
+        key0 = following(key0)
         out[i] = code_of(y, b, b * magic, shift, offset, sign_shift)
     return bad
 
@@ -106,14 +109,16 @@ def dither(x, out, per_step, limit, key0, key1, turn):
     for i in range(x.size):
         y = x[i] * per_step
         bad |= not (abs(y) <= limit)
-        out[i] = np.int32(np.floor(y + uniform(i, key0, key1, turn)))
+        out[i] = np.int32(np.floor(y + uniform(0, key0, key1, turn)))
+        key0 = following(key0)
     return bad
 
 
 @kernel
 def undither(k, out, step, key0, key1, turn):
     for i in range(k.size):
-        out[i] = (F(k[i]) + half_minus_uniform(i, key0, key1, turn)) * step
+        out[i] = (F(k[i]) + half_minus_uniform(0, key0, key1, turn)) * step
+        key0 = following(key0)
 
 
 @kernel
@@ -123,15 +128,17 @@ def dither_and_back(x, out, per_step, limit, step, key0, key1, turn):
     for i in range(x.size):
         y = x[i] * per_step
         bad |= not (abs(y) <= limit)
-        k = np.floor(y + uniform(i, key0, key1, turn))
-        out[i] = (k + half_minus_uniform(i, key0, key1, turn)) * step
+        k = np.floor(y + uniform(0, key0, key1, turn))
+        out[i] = (k + half_minus_uniform(0, key0, key1, turn)) * step
+        key0 = following(key0)
     return bad
 
 
 @kernel
 def uniforms(out, key0, key1, turn):
     for i in range(out.size):
-        out[i] = uniform(i, key0, key1, turn)
+        out[i] = uniform(0, key0, key1, turn)
+        key0 = following(key0)
 
 
 # Sums: `partial` gets one float64 per CHUNK elements, so that the total does not depend on the number of threads.
@@ -237,7 +244,8 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
     for i in range(w.size):
         y = min(max(w[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
-        y = y + centred(i, key0, key1) * (b * spread)
+        y = y + centred(0, key0, key1) * (b * spread)
+        key0 = following(key0)
         q = snap(y, b * magic) * scale_out
         out[i] = w[i] - rate * (TWO * (q - target[i])) * F(abs(w[i]) <= alpha)
 
@@ -282,8 +290,10 @@ def hashed_sum(words):
     two, leaves the sum as it was.
     """
     total, key = np.uint64(0), np.uint32(0)
+    at = key
     for i in range(words.size):
-        total += np.uint64(hashed(i + 1, key, key)) * np.uint64(words[i])
+        at = following(at)
+        total += np.uint64(hashed(0, at, key)) * np.uint64(words[i])
     return total
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fedfp8.fp8.intrinsics import I16, binade, centred, code_of, half_minus_uniform, poison, snap, uniform
+from fedfp8.fp8.intrinsics import I16, binade, centred, code_of, following, half_minus_uniform, poison, snap, uniform
 from fedfp8.fp8.intrinsics import I32 as INT32
 from fedfp8.fp8.parallel import WEYL
 
@@ -135,11 +135,12 @@ def uniform_context(typingctx: Any, place: Any, magnitude: Any, small: Any, larg
 @kernel
 def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, key1, turn):
     """pred = floor(ref / step + u). Context: class of |ref| * 16 + distance to the nearer end of the cell."""
-    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))  # an index from 0 on stays in 32 bits
+    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))
     for i in range(ref.size):
         x = ref[i]
         bad = U32(bad | poison(x))
-        y = min(max(x * per_step, -limit), limit) + uniform(i, key, key1, turn)
+        y = min(max(x * per_step, -limit), limit) + uniform(0, key, key1, turn)
+        key = following(key)
         floor = np.floor(y)
         pred[i] = I32(floor)
         ctx[i] = uniform_context((y - floor) * F(32), abs(x), small, large)
