@@ -91,7 +91,7 @@ def predict_float(
     key1,
 ):
     """pred: signed rank (a code's magnitude, with its sign). Context: exponent class * 16 + place, seen from zero."""
-    bad = U32(0)
+    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))
     mantissa = I32(23) - I32(shift)
     largest = I32((1 << I32(sign_shift)) - 1)
     for i in range(ref.size):
@@ -100,7 +100,8 @@ def predict_float(
         y = min(max(x * scale_in, -top), top)
         b = max(binade(y), lowest)
         if random:
-            y = y + centred(start + i, key0, key1) * (b * spread)
+            y = y + centred(0, key, key1) * (b * spread)
+        key = following(key)
         code = I32(code_of(y, b, b * magic, shift, offset, sign_shift))
         place = I32((y - snap(y, b * magic)) / (b * per_level) * F(16) + F(8))
         place = min(max(place, I32(0)), I32(15))
