@@ -14,7 +14,7 @@ from fedfp8 import wire
 from fedfp8.errors import WireFormatError
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import QuantState, State, quantize_state
-from fedfp8.wire import codec, gaps, steps
+from fedfp8.wire import codec, gaps, rans, steps
 from fedfp8.wire.container import seal
 from fedfp8.wire.model import SCALES
 from wire_cases import assert_same, bell
@@ -65,6 +65,22 @@ def test_the_first_sum_beyond_a_slot(slot: int) -> None:
 def test_hazards(moves: int, stays: int) -> None:
     wanted = min(max(2**20 * math.log2((moves + stays) / stays), 1), gaps.LIMIT)
     assert abs(int(gaps.hazard(np.uint64(moves), np.uint64(stays))) - wanted) <= 2 + wanted / 2**20
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**17)), min_size=6, max_size=6),
+    st.sampled_from([1, 256]),
+)
+def test_frequencies_are_exact(row: list[tuple[int, int]], gain: int) -> None:
+    """Made with float64 numbers, they are still those of the integers."""
+    counts, prior = (np.array(column, np.uint32) for column in zip((1, 1), (0, 1), *row, strict=True))
+    totals, entries = np.zeros(1, np.uint64), np.zeros(8, np.uint32)
+    rans.rebuild(counts, prior, 8, gain, totals, entries, np.zeros(0, np.uint8), 8)
+    mass = [c * gain + p for c, p in zip(counts.tolist(), prior.tolist(), strict=True)]
+    wanted = [m * (65536 - 8) // sum(mass) + (p > 0) for m, p in zip(mass, prior.tolist(), strict=True)]
+    wanted[mass.index(max(mass))] += 65536 - sum(wanted)
+    assert totals[0] == sum(mass) and [e & 0xFFFF for e in entries.tolist()] == wanted
 
 
 # There and back

@@ -73,6 +73,19 @@ def _one_to_two(builder: Any, h: Any) -> Any:
 
 
 @intrinsic
+def following(typingctx: Any, key0: Any) -> Any:
+    """The key with which an index stands for the one after it.
+
+    In a loop over index 0 it is an addition an element: LLVM does not always make one of the product in the hash.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.add(args[0], I32(WEYL))
+
+    return types.uint32(types.uint32), codegen
+
+
+@intrinsic
 def hashed(typingctx: Any, index: Any, key0: Any, key1: Any) -> Any:
     """The 32 random bits of an element."""
 

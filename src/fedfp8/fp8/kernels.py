@@ -24,6 +24,7 @@ from fedfp8.fp8.intrinsics import (
     binade,
     centred,
     code_of,
+    following,
     half_minus_uniform,
     hashed,
     plus,
@@ -39,6 +40,7 @@ F = np.float32
 HALF = F(0.5)
 TWO = F(2.0)
 CHUNK = 1 << 15  # elements per partial sum
+STRIP = 1 << 9  # of them whose squares are made at a time
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -59,7 +61,8 @@ def quantize_stochastic(x, out, scale_in, scale_out, top, lowest, magic, spread,
     for i in range(x.size):
         y = min(max(x[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
-        y = y + centred(i, key0, key1) * (b * spread)
+        y = y + centred(0, key0, key1) * (b * spread)
+        key0 = following(key0)
         out[i] = snap(y, b * magic) * scale_out
 
 
@@ -82,7 +85,8 @@ def to_codes_stochastic(x, out, scale_in, top, lowest, magic, spread, shift, off
         bad = np.uint32(bad | poison(x[i]))
         y = min(max(x[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
-        y = y + centred(i, key0, key1) * (b * spread)
+        y = y + centred(0, key0, key1) * (b * spread)
+        key0 = following(key0)
         out[i] = code_of(y, b, b * magic, shift, offset, sign_shift)
     return bad
 
@@ -106,14 +110,16 @@ def dither(x, out, per_step, limit, key0, key1, turn):
     for i in range(x.size):
         y = x[i] * per_step
         bad |= not (abs(y) <= limit)
-        out[i] = np.int32(np.floor(y + uniform(i, key0, key1, turn)))
+        out[i] = np.int32(np.floor(y + uniform(0, key0, key1, turn)))
+        key0 = following(key0)
     return bad
 
 
 @kernel
 def undither(k, out, step, key0, key1, turn):
     for i in range(k.size):
-        out[i] = (F(k[i]) + half_minus_uniform(i, key0, key1, turn)) * step
+        out[i] = (F(k[i]) + half_minus_uniform(0, key0, key1, turn)) * step
+        key0 = following(key0)
 
 
 @kernel
@@ -123,15 +129,17 @@ def dither_and_back(x, out, per_step, limit, step, key0, key1, turn):
     for i in range(x.size):
         y = x[i] * per_step
         bad |= not (abs(y) <= limit)
-        k = np.floor(y + uniform(i, key0, key1, turn))
-        out[i] = (k + half_minus_uniform(i, key0, key1, turn)) * step
+        k = np.floor(y + uniform(0, key0, key1, turn))
+        out[i] = (k + half_minus_uniform(0, key0, key1, turn)) * step
+        key0 = following(key0)
     return bad
 
 
 @kernel
 def uniforms(out, key0, key1, turn):
     for i in range(out.size):
-        out[i] = uniform(i, key0, key1, turn)
+        out[i] = uniform(0, key0, key1, turn)
+        key0 = following(key0)
 
 
 # Sums: `partial` gets one float64 per CHUNK elements, so that the total does not depend on the number of threads.
@@ -237,7 +245,8 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
     for i in range(w.size):
         y = min(max(w[i] * scale_in, -top), top)
         b = max(binade(y), lowest)
-        y = y + centred(i, key0, key1) * (b * spread)
+        y = y + centred(0, key0, key1) * (b * spread)
+        key0 = following(key0)
         q = snap(y, b * magic) * scale_out
         out[i] = w[i] - rate * (TWO * (q - target[i])) * F(abs(w[i]) <= alpha)
 
@@ -246,17 +255,19 @@ def server_step(w, target, out, alpha, rate, scale_in, scale_out, top, lowest, m
 def sum_of_squares(x, partial):
     """In float64 and strictly in order: equal on every machine, since step sizes are made from it.
 
-    Four chunks at a time, since each addition of a sum waits for the one before.
+    Four chunks at a time, since each addition of a sum waits for the one before; squares are made in vectors first.
     """
-    fours = x.size // (4 * CHUNK)
+    fours, squares = x.size // (4 * CHUNK), np.empty((4, STRIP))
     for four in range(fours):
         group = x[4 * four * CHUNK :]
         a, b, c, d = 0.0, 0.0, 0.0, 0.0
-        for i in range(CHUNK):
-            a += np.float64(group[i]) * np.float64(group[i])
-            b += np.float64(group[i + CHUNK]) * np.float64(group[i + CHUNK])
-            c += np.float64(group[i + 2 * CHUNK]) * np.float64(group[i + 2 * CHUNK])
-            d += np.float64(group[i + 3 * CHUNK]) * np.float64(group[i + 3 * CHUNK])
+        for start in range(0, CHUNK, STRIP):
+            for k in range(4):
+                part, row = group[k * CHUNK + start : k * CHUNK + start + STRIP], squares[k]
+                for i in range(STRIP):
+                    row[i] = np.float64(part[i]) * np.float64(part[i])
+            for i in range(STRIP):
+                a, b, c, d = a + squares[0, i], b + squares[1, i], c + squares[2, i], d + squares[3, i]
         partial[4 * four], partial[4 * four + 1], partial[4 * four + 2], partial[4 * four + 3] = a, b, c, d
     for chunk in range(4 * fours, partial.size):
         total = 0.0
@@ -282,8 +293,10 @@ def hashed_sum(words):
     two, leaves the sum as it was.
     """
     total, key = np.uint64(0), np.uint32(0)
+    at = key
     for i in range(words.size):
-        total += np.uint64(hashed(i + 1, key, key)) * np.uint64(words[i])
+        at = following(at)
+        total += np.uint64(hashed(0, at, key)) * np.uint64(words[i])
     return total
 
 

@@ -10,12 +10,16 @@ Numba's cache on disk looks at this file alone: after a change in `kernels.py` o
 """
 
 from math import isqrt
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from fedfp8.wire.fused import DONE, MISFIT, NOT_FINITE, SHORT
 from fedfp8.wire.kernels import detokenise, kernel, predict_uniform, reference_piece, tokenise
-from fedfp8.wire.rans import LOW, PADDING, before, beyond, coded, full, rebuild
+from fedfp8.wire.rans import LOW, PADDING, before, beyond, coded, divided, full, rebuild, reciprocals
 from fedfp8.wire.stream import FIRST_BLOCK, PIECE
 
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
@@ -23,9 +27,11 @@ UNIT = 20  # a hazard of 1 << UNIT is one bit
 SEGMENT = 16  # the curve is straight between sums that are multiples of 1 << SEGMENT, a sixteenth of a bit
 LIMIT = 8 << UNIT
 BITS = 30  # of the frequencies of gaps
+SLOTS = 18  # so many that one in a hundred lie in another segment than the first of 2**SLOTS
 STATES = 3  # two that gaps take in turn, and one of the steps: none waits for another
 FROM = 1 << 14  # elements; in smaller tensors so many states would show
 MOVED = np.uint64(1 << 63)  # marks a gap that a step follows
+WINDOW = 32  # sums that the decoder compares at a time
 
 
 def _curve() -> np.ndarray:
@@ -36,13 +42,15 @@ def _curve() -> np.ndarray:
 
 
 def _segments(curve: np.ndarray) -> np.ndarray:
-    """The segment that the first of 2**20 slots lies in."""
-    slots = np.arange(1024, dtype=np.uint64) << np.uint64(20)
+    """The segment that the first of 2**SLOTS slots lies in."""
+    slots = np.arange(1 << BITS - SLOTS, dtype=np.uint64) << np.uint64(SLOTS)
     return (np.searchsorted(curve, slots, side="right") - 1).astype(np.uint8)
 
 
 CURVE = _curve()
 SEGMENTS = _segments(CURVE)
+PER_WIDTH = reciprocals(np.diff(CURVE))
+NOT_YET = int(CURVE[-2])  # from this slot on a symbol says so
 
 
 @kernel
@@ -55,13 +63,14 @@ def on_curve(total, curve):
 @kernel
 def first_beyond(slot, curve, segments):
     """The smallest sum at which the curve is above `slot`; LIMIT if there is none."""
-    segment = U64(segments[slot >> U64(20)])
+    segment = U64(segments[slot >> U64(SLOTS)])
     while curve[segment + U64(1)] <= slot:
         segment += U64(1)
     if segment >= U64(LIMIT >> SEGMENT):
         return U64(LIMIT)
     width = curve[segment + U64(1)] - curve[segment]
-    return (segment << U64(SEGMENT)) + (((slot - curve[segment] + U64(1)) << U64(SEGMENT)) + width - U64(1)) // width
+    above = ((slot - curve[segment] + U64(1)) << U64(SEGMENT)) + width - U64(1)
+    return (segment << U64(SEGMENT)) + divided(above, width, PER_WIDTH[segment])
 
 
 @kernel
@@ -121,14 +130,20 @@ def count_classes(ctx, seen):
 
 
 @kernel
-def find(codes, pred, ctx, hazards, total, where, sums):
-    """Where codes differ from predictions, and the hazards up to there; without a branch. (how many, sum of all)."""
-    moved = U64(0)
+def find(codes, pred, ctx, hazards, found):
+    """Where codes differ from predictions, and the hazards up to there; without a branch. (how many, sum of all).
+
+    Index and sum, which is below 2**40 in a piece, share a number: one addition and one store an element.
+    """
+    ahead = np.empty(256, np.uint64)
+    for c in range(256):
+        ahead[c] = U64(1 << 40) | U64(hazards[c])
+    here, moved = U64(0), U64(0)
     for i in range(U64(codes.size)):
-        where[moved], sums[moved] = i, total
-        total += U64(hazards[ctx[i] & U16(0xFF)])
+        found[moved] = here
+        here += ahead[ctx[i] & U16(0xFF)]
         moved += U64(codes[i] != pred[i])
-    return np.int64(moved), total
+    return moved, here & U64((1 << 40) - 1)
 
 
 @kernel
@@ -139,35 +154,37 @@ def encode(codes, reference, grid, narrow, buckets, stays, tables, gaps, steps, 
     n = codes.size
     m = min(n, PIECE)
     room, pred, ctx, tok = np.zeros(m, np.float32), np.empty(m, np.int32), np.empty(m, np.uint16), np.empty(m, np.uint8)
-    where, sums = np.empty(m + 1, np.int64), np.empty(m + 1, np.uint64)
+    found, vs, ps, cs = np.empty(m + 1, np.uint64), np.empty(m, np.int32), np.empty(m, np.int32), np.empty(m, np.uint16)
     hazards, seen, used = np.zeros(256, np.uint32), np.zeros(3, np.int64), np.zeros(1, np.int64)
     rebuild_hazards(stays, row, seen, (tokens, gain, counts, totals), hazards)
     extra_bits[0] = 0
     total, start, end, limit = U64(0), 0, FIRST_BLOCK, U64(LIMIT)
-    gap, step, not_yet = 0, 0, curve[-2] << U64(32) | (curve[-1] - curve[-2])
+    gap, step, not_yet = U64(0), U64(0), curve[-2] << U64(32) | (curve[-1] - curve[-2])
     while start < n:
         stop = min(start + PIECE, end, n)
         v, p, c = codes[start:stop], pred[: stop - start], ctx[: stop - start]
         if predict_uniform(reference_piece(reference, start, stop, room), start, p, c, *grid):
             return NOT_FINITE, 0, 0, 0
-        moved, after = find(v, p, c, hazards, total, where, sums)
-        last = U64(0)
-        here = where[:moved]
-        vs, ps, cs, toks = v[here], p[here], c[here], tok[:moved]
-        tokenise(vs, ps, cs, narrow, 0, bucket, low, extra, toks, extra_bits, used)
+        moved, after = find(v, p, c, hazards, found)
+        for i in range(moved):
+            where = found[i] >> U64(40)
+            vs[i], ps[i], cs[i] = v[where], p[where], c[where]
+        tokenise(vs, ps, cs, narrow, 0, bucket, low, extra, tok[:moved], extra_bits, used)
+        last = U64(0) - total  # where the last step was, in front of this piece
         for i in range(moved):
             context = U64(cs[i] & U16(0xFF))
-            begin = sums[i] - last
+            here = found[i] & U64((1 << 40) - 1)
+            begin = here - last
             while begin >= limit:
-                gaps[gap], begin, gap = not_yet, begin - limit, gap + 1
+                gaps[gap], begin, gap = not_yet, begin - limit, gap + U64(1)
             until = begin + U64(hazards[context])
-            last = sums[i] + U64(hazards[context])
+            last = here + U64(hazards[context])
             below = on_curve(begin, curve)
             gaps[gap] = MOVED | below << U64(32) | (on_curve(min(until, limit), curve) - below)
-            t = U64(row[context]) * U64(tokens) + U64(toks[i])
+            t = U64(row[context]) * U64(tokens) + U64(tok[i])
             steps[step] = entries[t]
             counts[t] += U32(1)
-            gap, step = gap + 1, step + 1
+            gap, step = gap + U64(1), step + U64(1)
         total = after - last
         if end < n:
             count_classes(c, seen)
@@ -177,10 +194,10 @@ def encode(codes, reference, grid, narrow, buckets, stays, tables, gaps, steps, 
             end *= 2
         start = stop
     while total >= limit:
-        gaps[gap], total, gap = not_yet, total - limit, gap + 1
+        gaps[gap], total, gap = not_yet, total - limit, gap + U64(1)
     below = on_curve(total, curve)
     gaps[gap] = below << U64(32) | (curve[-1] - below)
-    return DONE, used[0], gap + 1, step
+    return DONE, used[0], np.int64(gap) + 1, np.int64(step)
 
 
 @kernel
@@ -196,16 +213,57 @@ def write(gaps, steps, reciprocals, states, words):
             out = full(x2, e)
             words[at - U64(1)] = U32(x2)  # in any case; it stays if `at` moves
             at -= out
-            x2 = coded(x2 >> (out << U64(5)), e, reciprocals[e & U32(0xFFFF)])
+            x2 = coded(x2 >> U64(32) if out else x2, e, reciprocals[e & U32(0xFFFF)])
         f = g & U64(0xFFFFFFFF)
         out = U64(x0 >= f << U64(63 - BITS))
         words[at - U64(1)] = U32(x0)
         at -= out
-        x0 >>= out << U64(5)
+        x0 = x0 >> U64(32) if out else x0
         q = x0 // f
         x0, x1 = x1, (q << U64(BITS)) + (x0 - q * f) + ((g >> U64(32)) & U64((1 << BITS) - 1))
     states[0], states[1], states[2] = x1, x0, x2
     return np.int64(at)
+
+
+@intrinsic
+def run_below(typingctx: Any, sums: Any, at: Any, base: Any, goal: Any) -> Any:
+    """How many of the WINDOW sums from `at` on are less than `goal` beyond `base`, up to the first that is not.
+
+    Modulo 2**32; in vectors, since the end of a walk from one to the next is a branch that nothing predicts.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, at, base, goal = args
+        lanes, bits = ir.VectorType(ir.IntType(32), WINDOW), ir.IntType(WINDOW + 1)
+        nothing, zeros = ir.Constant(lanes, ir.Undefined), ir.Constant(lanes, None)
+
+        def everywhere(x: Any) -> Any:
+            return builder.shuffle_vector(builder.insert_element(nothing, x, ir.IntType(32)(0)), nothing, zeros)
+
+        data = context.make_array(signature.args[0])(context, builder, sums).data
+        here = builder.load(builder.bitcast(builder.gep(data, [at]), lanes.as_pointer()), align=4)
+        reached = builder.icmp_unsigned(">=", builder.sub(here, everywhere(base)), everywhere(goal))
+        reached = builder.zext(builder.bitcast(reached, ir.IntType(WINDOW)), bits)
+        first = builder.cttz(builder.or_(reached, bits(1 << WINDOW)), ir.IntType(1)(1))
+        return builder.zext(first, ir.IntType(64))
+
+    return types.uint64(sums, types.uint64, types.uint32, types.uint32), codegen
+
+
+@kernel
+def add_up(ctx, hazards, total, sums):
+    """sums[i]: `total` and the hazards of the first i elements, modulo 2**32."""
+    sums[0] = total
+    for i in range(U64(ctx.size)):
+        total += U64(hazards[ctx[i] & U16(0xFF)])
+        sums[i + U64(1)] = total
+
+
+@kernel
+def refilled(x, word, at):
+    """(the state, with a word more if it needs one; index of the next word)."""
+    out = x < U64(LOW)
+    return (x << U64(32)) | U64(word) if out else x, at + U64(out)
 
 
 @kernel
@@ -216,7 +274,8 @@ def decode(codes, reference, grid, buckets, stays, tables, extra_bits, largest, 
     n, last = codes.size, U64(words.size - PADDING)
     m = min(n, PIECE)
     room, ctx, tok = np.zeros(m, np.float32), np.empty(m, np.uint16), np.empty(m, np.uint8)
-    where, values = np.empty(m, np.int64), np.empty(m, np.int32)
+    sums, where, values = np.empty(m + 1 + WINDOW, np.uint32), np.empty(m, np.uint64), np.empty(m, np.int32)
+    preds, cs = np.empty(m, np.int32), np.empty(m, np.uint16)
     hazards, seen, used = np.zeros(256, np.uint32), np.zeros(3, np.int64), np.zeros(1, np.int64)
     rebuild_hazards(stays, row, seen, (tokens, gain, counts, totals), hazards)
     mask, right, limit, rows = U64((1 << BITS) - 1), U64(16 - lut_bits), U64(LIMIT), U64(tokens)
@@ -229,46 +288,44 @@ def decode(codes, reference, grid, buckets, stays, tables, extra_bits, largest, 
         v, c = codes[start:stop], ctx[: stop - start]
         if predict_uniform(reference_piece(reference, start, stop, room), start, v, c, *grid):
             return NOT_FINITE, used[0], np.int64(at)
-        moved, i, size = U64(0), U64(0), U64(v.size)
+        add_up(c, hazards, total, sums)
+        moved, i, size, base = U64(0), U64(0), U64(v.size), U32(0)
         while True:
-            while i < size and total < goal:
-                total += U64(hazards[c[i] & U16(0xFF)])
-                i += U64(1)
-            if total < goal:
+            run = U64(WINDOW)
+            while run == U64(WINDOW) and i <= size:
+                run = run_below(sums, i, base, U32(goal))
+                i += run
+            if i > size:
                 break
-            context = U64(c[i - U64(1)] & U16(0xFF))
-            slot, below, above = x0 & mask, curve[-2], curve[-1]
+            slot, below, above = x0 & mask, U64(NOT_YET), U64(1 << BITS)
             if slot < below:
-                mine = U64(hazards[context])
-                below = on_curve(total - mine if total > mine else U64(0), curve)
-                above = on_curve(min(total, limit), curve)
-                total = U64(0)
-                r = U64(row[context])
+                until = U32(sums[i] - base)
+                begin = max(I32(sums[i - U64(1)] - base), I32(0))  # after "not yet" it may lie before the base
+                below, above = on_curve(U64(begin), curve), on_curve(min(U64(until), limit), curve)
+                x, at = refilled((above - below) * (x0 >> U64(BITS)) + (slot - below), words[at], at)
+                base = sums[i]
+                where[moved], cs[moved] = i - U64(1), c[i - U64(1)]
+                r = U64(row[c[i - U64(1)] & U16(0xFF)])
                 s = U32(x2 & U64(0xFFFF))
                 t = r * rows + U64(lut[(r << U64(lut_bits)) + (U64(s) >> right)])
                 while beyond(s, entries[t]):
                     t += U64(1)
-                where[moved], tok[moved] = i - U64(1), U8(t - r * rows)
+                tok[moved] = U8(t - r * rows)
                 moved += U64(1)
+                x2, at = refilled(before(x2, s, entries[t]), words[at], at)
                 counts[t] += U32(1)
             else:
-                total -= limit
-            x = (above - below) * (x0 >> U64(BITS)) + (slot - below)
-            out = U64(x < U64(LOW))
-            x = (x << (out << U64(5))) | (U64(words[at]) * out)
-            at += out
-            if slot < curve[-2]:
-                x2 = before(x2, s, entries[t])
-                out = U64(x2 < U64(LOW))
-                x2 = (x2 << (out << U64(5))) | (U64(words[at]) * out)
-                at += out
+                base = U32(base + U32(LIMIT))
+                x, at = refilled((above - below) * (x0 >> U64(BITS)) + (slot - below), words[at], at)
             if at > last:
                 return SHORT, used[0], np.int64(at)
             x0, x1 = x1, x
             goal, next_goal = next_goal, first_beyond(x & mask, curve, segments)  # long before it is needed
-        here = where[:moved]
+        total = U64(U32(sums[size] - base))
+        for j in range(moved):
+            preds[j] = v[where[j]]
         found = values[:moved]
-        if not detokenise(tok[:moved], v[here], c[here], 0, low, extra, extra_bits, used, largest, found):
+        if not detokenise(tok[:moved], preds, cs, 0, low, extra, extra_bits, used, largest, found):
             return MISFIT, used[0], np.int64(at)
         for j in range(moved):
             v[where[j]] = found[j]

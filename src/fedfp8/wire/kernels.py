@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fedfp8.fp8.intrinsics import I16, binade, centred, code_of, half_minus_uniform, poison, snap, uniform
+from fedfp8.fp8.intrinsics import I16, binade, centred, code_of, following, half_minus_uniform, poison, snap, uniform
 from fedfp8.fp8.intrinsics import I32 as INT32
 from fedfp8.fp8.parallel import WEYL
 
@@ -91,7 +91,7 @@ def predict_float(
     key1,
 ):
     """pred: signed rank (a code's magnitude, with its sign). Context: exponent class * 16 + place, seen from zero."""
-    bad = U32(0)
+    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))
     mantissa = I32(23) - I32(shift)
     largest = I32((1 << I32(sign_shift)) - 1)
     for i in range(ref.size):
@@ -100,7 +100,8 @@ def predict_float(
         y = min(max(x * scale_in, -top), top)
         b = max(binade(y), lowest)
         if random:
-            y = y + centred(start + i, key0, key1) * (b * spread)
+            y = y + centred(0, key, key1) * (b * spread)
+        key = following(key)
         code = I32(code_of(y, b, b * magic, shift, offset, sign_shift))
         place = I32((y - snap(y, b * magic)) / (b * per_level) * F(16) + F(8))
         place = min(max(place, I32(0)), I32(15))
@@ -135,11 +136,12 @@ def uniform_context(typingctx: Any, place: Any, magnitude: Any, small: Any, larg
 @kernel
 def predict_uniform(ref, start, pred, ctx, per_step, limit, small, large, key0, key1, turn):
     """pred = floor(ref / step + u). Context: class of |ref| * 16 + distance to the nearer end of the cell."""
-    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))  # an index from 0 on stays in 32 bits
+    bad, key = U32(0), U32(U64(key0) + U64(WEYL) * U64(start))
     for i in range(ref.size):
         x = ref[i]
         bad = U32(bad | poison(x))
-        y = min(max(x * per_step, -limit), limit) + uniform(i, key, key1, turn)
+        y = min(max(x * per_step, -limit), limit) + uniform(0, key, key1, turn)
+        key = following(key)
         floor = np.floor(y)
         pred[i] = I32(floor)
         ctx[i] = uniform_context((y - floor) * F(32), abs(x), small, large)

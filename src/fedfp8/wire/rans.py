@@ -21,16 +21,15 @@ PADDING = 4  # words
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
-def _reciprocals() -> np.ndarray:
-    """ceil(2**(63 + s) / f), s = ceil(log2 f), for every frequency f: `coded` multiplies by it instead of dividing."""
-    f = np.arange(1, 1 << 16, dtype=np.uint64)
+def reciprocals(f: np.ndarray) -> np.ndarray:
+    """ceil(2**(63 + s) / f), s = ceil(log2 f), for f from 1 to 2**32: `divided` multiplies by it."""
     s = np.ceil(np.log2(f.astype(np.float64))).astype(np.uint64)
     half, rest = np.divmod(U64(1 << 63), f)
     tail, more = np.divmod(rest << s, f)
-    return np.concatenate([np.zeros(1, np.uint64), (half << s) + tail + (more > 0)])
+    return (half << s) + tail + (more > 0)
 
 
-RECIPROCALS = _reciprocals()
+RECIPROCALS = np.insert(reciprocals(np.arange(1, 1 << 16, dtype=np.uint64)), 0, 0)  # of every frequency, for `coded`
 
 
 @intrinsic
@@ -55,32 +54,39 @@ def rebuild(counts, prior_, tokens, gain, totals, entries, lut, lut_bits):
     totals: of every row when it was last built (0: never). A row that has seen nothing since stays as it is. An encoder
     needs no lut and passes an empty one.
     """
+    mass = np.empty(tokens, np.int64)
     for c in range(counts.size // tokens):
         base = c * tokens
-        total = U64(0)
-        for t in range(base, base + tokens):
-            total += U64(counts[t]) * U64(gain) + U64(prior_[t])
-        if total == totals[c]:
+        count, first, entry = counts[base : base + tokens], prior_[base : base + tokens], entries[base : base + tokens]
+        total, largest = np.int64(0), np.int64(0)
+        for t in range(tokens):
+            mass[t] = np.int64(count[t]) * gain + np.int64(first[t])
+            total += mass[t]
+            largest = max(largest, mass[t])
+        if U64(total) == totals[c]:
             continue
         totals[c] = total
-        best, largest, left = base, U64(0), U32(65536)
-        for t in range(base, base + tokens):
-            v = U64(counts[t]) * U64(gain) + U64(prior_[t])
-            f = U32(v * U64(65536 - tokens) // total) + U32(prior_[t] > 0)  # none for tokens that a row does not have
-            entries[t] = f
+        share, left = np.float64(65536 - tokens) / np.float64(total), np.int64(65536)
+        for t in range(tokens):
+            f = np.int64(np.float64(mass[t]) * share)  # of mass * (65536 - tokens) // total at most one off
+            rest = mass[t] * (65536 - tokens) - f * total
+            f += np.int64(rest >= total) - np.int64(rest < 0)
+            f += np.int64(first[t] > 0)  # none for tokens that a row does not have
+            entry[t] = f
             left -= f
-            if v > largest:
-                best, largest = t, v
-        entries[best] += left
+        best = 0
+        while mass[best] < largest:
+            best += 1
+        entry[best] += left
         start = U32(0)
-        for t in range(base, base + tokens):
-            f = entries[t]
-            entries[t] = U32((start << U32(16)) | f)
+        for t in range(tokens):
+            f = entry[t]
+            entry[t] = U32((start << U32(16)) | f)
             start += f
         if lut.size:
             mine, at, right = lut[c << lut_bits : (c + 1) << lut_bits], np.int64(0), U32(16 - lut_bits)
             for t in range(tokens):
-                e = entries[base + t]
+                e = entry[t]
                 end = np.int64(((e >> U32(16)) + (e & U32(0xFFFF)) + (U32(1) << right) - U32(1)) >> right)
                 if at < end:
                     mine[at:end] = U8(t)
