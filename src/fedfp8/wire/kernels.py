@@ -18,6 +18,7 @@ F = np.float32
 I32, U8, U16, U32, U64 = np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 SINGLE = 8  # steps below this have tokens of their own
 STRIP = 512  # elements that are looked at twice only if one of them needs it
+FARTHEST = float(np.finfo(np.float32).max)
 FLIP = 0x8000  # bit of a context: the step is coded with its sign turned
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
@@ -29,9 +30,10 @@ kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 @kernel
 def mix(a, b, c, x, y, z, out):
-    """x * a + y * b + z * c, added from the left in float64 and rounded to float32 once."""
+    """x * a + y * b + z * c, added from the left in float64, cut to float32's range and rounded once."""
     for i in range(out.size):
-        out[i] = F(x * np.float64(a[i]) + y * np.float64(b[i]) + z * np.float64(c[i]))
+        total = x * np.float64(a[i]) + y * np.float64(b[i]) + z * np.float64(c[i])
+        out[i] = F(min(max(total, -FARTHEST), FARTHEST))
 
 
 @kernel
