@@ -272,7 +272,7 @@ def test_a_mix_needs_two_references_dither_and_its_bytes() -> None:
 
 
 def test_a_mix_beyond_float32_is_cut() -> None:
-    """Finite references and coefficients, but a sum that is not: refused, or other codes; and what is coded comes back."""
+    """Finite references and coefficients, but a sum that is not: refused, or other codes. What is coded comes back."""
     big = [State(LAYOUT, {**s.tensors, "net.weight": s["net.weight"] * 5e37}) for s in (REFERENCE, SECOND)]
     named = b"".join(state.quick_fingerprint for state in big)
 

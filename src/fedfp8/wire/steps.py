@@ -49,7 +49,7 @@ class Predictor:
     def __init__(self, plan: "Plan", reference: "Reference | Mix | None", random: bool) -> None:
         self.plan, self.reference, self.random = plan, reference, random
         self.operands = NO_REFERENCE if reference is None else reference.operands
-        rms = 0.0 if reference is None else reference.rms
+        rms = 0.0 if reference is None else min(reference.rms, 2.0**126)  # 1.5 times as much is a float32, too
         self.dithered = self._uniform(rms) if plan.dithered else None
         self.float8 = None if plan.dithered else self._float()
 
