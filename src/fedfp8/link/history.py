@@ -9,15 +9,15 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
-from fedfp8.model.state import QuantState, Remade, State, Values, describe, quantize_state, received_state
+from fedfp8.model.state import QuantState, Remade, State, Values, describe, quantize_as, quantize_state
 
 __all__ = ["Entry", "History", "quantize_down"]
 
@@ -34,24 +34,17 @@ class Entry:
     strata: int
 
 
-Steps = Mapping[str, float] | None
-
-
 def quantize_down(model: State, entry: Entry, wire: Wire, place: int, root: int) -> QuantState:
     """The server's model as it is sent to a client at `place`."""
     state = model.with_layout(wire.layout_down(model.layout))
-    return quantize_state(state, **_how(entry, wire, place, root, _steps(state, entry, wire)))
+    return quantize_state(state, **_how(state, entry, wire, root, place))
 
 
-def _steps(state: State, entry: Entry, wire: Wire) -> Steps:
-    return steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in)
-
-
-def _how(entry: Entry, wire: Wire, place: int, root: int, steps: Steps) -> dict[str, Any]:
+def _how(state: State, entry: Entry, wire: Wire, root: int, place: int = 0) -> dict[str, Any]:
     return {
         "seed": wire.seed_down(root, entry.number),
         "rounding": wire.down,
-        "step": steps,
+        "step": steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
         "place": place if wire.has_places else 0,
         "strata": entry.strata if wire.has_places else 1,
         "together": wire.has_places,
@@ -73,7 +66,7 @@ class History:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._models: dict[int, State] = {}
         self._checked: set[bytes] = set()  # fingerprints of files that this object wrote, or has read and found right
-        self._steps: dict[tuple[int, Wire], Steps] = {}
+        self._described: dict[tuple[int, Wire], QuantState] = {}  # what messages of a model say at every place
         self._sums: dict[Key, dict[str, int]] = {}  # what is known of the fingerprints of what was sent
         self._sent: dict[Key, State] = {}
         self._lock = threading.RLock()
@@ -113,8 +106,7 @@ class History:
     def quantized(self, number: int, wire: Wire, place: int) -> QuantState:
         """Model `number` as it is sent to a client at `place`."""
         with self._lock:
-            state = self._model_down(number, wire)
-            return quantize_state(state, **self._how(number, wire, place, state))
+            return quantize_as(self._describe(number, wire, place), self._model_down(number, wire))
 
     def sent(self, number: int, wire: Wire, place: int) -> Values:
         """What a client at `place` decoded in the round of model `number`."""
@@ -122,23 +114,23 @@ class History:
             key = number, wire, place if wire.has_places else 0
             state = self._model_down(number, wire)
             if wire.has_places:  # others ask for other places: tensors are made when they are needed
-                q = describe(state, **self._how(number, wire, place, state))
-                return Remade(q, state, self._sums.setdefault(key, {}))
+                return Remade(self._describe(number, wire, place), state, self._sums.setdefault(key, {}))
             if key not in self._sent:
                 while len(self._sent) >= 2:
                     self._sent.pop(next(iter(self._sent)))
-                self._sent[key] = received_state(state, **self._how(number, wire, place, state))
+                remade = Remade(self._describe(number, wire, place), state)
+                self._sent[key] = State(state.layout, dict(remade))
             return self._sent[key]
 
     def _model_down(self, number: int, wire: Wire) -> State:
         model = self.model(number)
         return model.with_layout(wire.layout_down(model.layout))
 
-    def _how(self, number: int, wire: Wire, place: int, state: State) -> dict[str, Any]:
-        entry, key = self.entries[number], (number, wire)
-        if key not in self._steps:
-            self._steps[key] = _steps(state, entry, wire)
-        return _how(entry, wire, place, self.root, self._steps[key])
+    def _describe(self, number: int, wire: Wire, place: int) -> QuantState:
+        if (number, wire) not in self._described:
+            state = self._model_down(number, wire)
+            self._described[number, wire] = describe(state, **_how(state, self.entries[number], wire, self.root))
+        return replace(self._described[number, wire], place=place if wire.has_places else 0, codes={})
 
     def keep_only(self, numbers: Iterable[int]) -> None:
         """Forget the others. Their files go with `clean`, once nothing that was saved can need them."""
@@ -147,7 +139,7 @@ class History:
             self.entries = {n: e for n, e in self.entries.items() if n in kept}
             self._models = {n: m for n, m in self._models.items() if n in kept}
             self._sent = {}  # asked for again in another round, if at all
-            self._steps = {key: steps for key, steps in self._steps.items() if key[0] in kept}
+            self._described = {key: q for key, q in self._described.items() if key[0] in kept}
             self._sums = {key: sums for key, sums in self._sums.items() if key[0] in kept}
             self._checked &= {e.fingerprint for e in self.entries.values()}
 

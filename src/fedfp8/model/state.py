@@ -36,8 +36,8 @@ __all__ = [
     "Values",
     "dequantize_state",
     "describe",
+    "quantize_as",
     "quantize_state",
-    "received_state",
     "tensor_seed",
 ]
 
@@ -273,7 +273,12 @@ def short_steps(steps: Mapping[str, float]) -> dict[str, float]:
 
 def quantize_state(state: State, **how: Any) -> QuantState:
     """Quantize a whole state; the arguments are those of `describe`."""
-    q, found = describe(state, **how), dict[str, torch.Tensor]()
+    return quantize_as(describe(state, **how), state)
+
+
+def quantize_as(q: QuantState, state: State) -> QuantState:
+    """`q` with the codes of `state`, which it describes."""
+    found: dict[str, torch.Tensor] = {}
     for batch in q.batches():
         items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
         codes = ROUNDINGS[q.rounding].quantize_batch(items)
@@ -346,12 +351,6 @@ class Remade(Values):
             if name not in self._known:
                 self[name]
         return np.array([self._known[name] for name in self], "<u8")
-
-
-def received_state(state: State, **how: Any) -> State:
-    """``dequantize_state(quantize_state(state, ...))`` in one pass where there is one."""
-    remade = Remade(describe(state, **how), state)
-    return State(state.layout, {name: remade[name] for name in remade})
 
 
 def dequantize_state(q: QuantState, *, consume: bool = False) -> State:

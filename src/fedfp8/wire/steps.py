@@ -10,17 +10,17 @@ gives exactly the predicted code, and one that moved does unless it crossed its 
 `shift`: low bits of every step that are sent as they are, for updates of hundreds of cells.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedfp8.errors import WireFormatError
-from fedfp8.fp8 import rms
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.grid import grid_for
+from fedfp8.fp8.kernels import sum_of_squares
 from fedfp8.wire import fused, gaps, kernels, rans, search
 from fedfp8.wire.container import Reader, varint
 from fedfp8.wire.mix import Mix
@@ -251,7 +251,9 @@ def sampled_rms(values: np.ndarray) -> float:
     """Root mean square of a tensor's sample (of version 2), the same on every machine."""
     starts, length = _spans(values.size, values.size <= 2 * FIT)
     sample = values[:length] if len(starts) == 1 else np.concatenate([values[a : a + length] for a in starts.tolist()])
-    return rms(torch.from_numpy(sample))
+    partial = np.zeros(1)
+    sum_of_squares(np.ascontiguousarray(sample), partial)
+    return math.sqrt(float(partial[0]) / max(len(sample), 1))
 
 
 @lru_cache(maxsize=1024)
