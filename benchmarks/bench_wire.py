@@ -28,7 +28,8 @@ from fedfp8.fl.local import learning_rate, local_update
 from fedfp8.fl.wires import server_link, wire_for
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state
+from fedfp8.model.quantized import QuantState, dequantize_state, quantize_state
+from fedfp8.model.state import State
 from fedfp8.nn import load_state, state_of
 from fedfp8.rng import generator
 from fedfp8.wire import codec, rawbits, steps, stream

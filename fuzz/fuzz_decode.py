@@ -29,7 +29,8 @@ with atheris.instrument_imports(
 
 from fedfp8 import E4M3, Format
 from fedfp8.errors import WireFormatError
-from fedfp8.model.state import State, quantize_state
+from fedfp8.model.quantized import quantize_state
+from fedfp8.model.state import State
 from wire_cases import assert_same, many_small, small_model, small_state
 
 LAYOUTS = [small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130), many_small()]

@@ -24,7 +24,7 @@ from fedfp8.flower.blob import STYPE, blob_of, record_of
 from fedfp8.flower.cache import RECORD as CACHE
 from fedfp8.flower.method.workers import GridWorkers
 from fedfp8.link import ServerLink
-from fedfp8.model.state import quantize_state
+from fedfp8.model.quantized import quantize_state
 from fedfp8.nn import state_of
 from fedfp8.wire import encode
 

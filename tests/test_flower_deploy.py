@@ -87,7 +87,7 @@ from torch import nn
 from fedfp8.flower import client_app
 from fedfp8.flower.blob import blob_of, record_of
 from fedfp8.nn import state_of
-from fedfp8.model.state import quantize_state
+from fedfp8.model.quantized import quantize_state
 from fedfp8.wire import encode
 from fedfp8.wire.container import seal
 

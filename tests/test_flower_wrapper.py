@@ -28,7 +28,7 @@ from fedfp8.flower.wrapper.mod import CACHE, LOST
 from fedfp8.link.arrays import state_of_arrays
 from fedfp8.link.wire import Orders
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, quantize_state
+from fedfp8.model.quantized import QuantState, quantize_state
 from fedfp8.nn import prepare
 from fedfp8.wire import encode, header
 from fedfp8.wire.container import seal, write_header

@@ -11,7 +11,8 @@ from fedfp8.fp8.many import BATCH, batches, dither_many, largest_many, rms_many,
 from fedfp8.fp8.measure import largest
 from fedfp8.fp8.parallel import dither_keys
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import State, dequantize_state, quantize_state
+from fedfp8.model.quantized import dequantize_state, quantize_state
+from fedfp8.model.state import State
 
 SIZES = [1, 0, 128, 7, 40_000, 3]  # one without elements, one of several chunks
 

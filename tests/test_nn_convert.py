@@ -6,7 +6,8 @@ from torch import nn
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3
-from fedfp8.model.state import State, dequantize_state, quantize_state
+from fedfp8.model.quantized import dequantize_state, quantize_state
+from fedfp8.model.state import State
 from fedfp8.models import MODELS, build
 from fedfp8.nn import FP8Layer, layout_of, load_state, prepare, state_of
 

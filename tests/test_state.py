@@ -14,15 +14,8 @@ from fedfp8 import E4M3, E5M2, Format, dither, from_codes, quantize, to_codes, u
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import rms
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import (
-    QuantState,
-    Remade,
-    State,
-    dequantize_state,
-    describe,
-    quantize_state,
-    tensor_seed,
-)
+from fedfp8.model.quantized import QuantState, Remade, dequantize_state, describe, quantize_state, tensor_seed
+from fedfp8.model.state import State
 
 LAYOUT = Layout(
     (

@@ -18,8 +18,9 @@ from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8 import hash_uniform
 from fedfp8.fp8.parallel import SMALLEST_PIECE
 from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.quantized import QuantState, dequantize_state, quantize_state, tensor_seed
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, State, dequantize_state, quantize_state, tensor_seed
+from fedfp8.model.state import State
 from fedfp8.models.lenet import lenet
 from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from fedfp8 import wire
 from fedfp8.errors import WireFormatError
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, quantize_state
+from fedfp8.model.quantized import QuantState, quantize_state
+from fedfp8.model.state import State
 from fedfp8.wire import codec, gaps, rans, steps
 from fedfp8.wire.container import seal
 from fedfp8.wire.model import SCALES

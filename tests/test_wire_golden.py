@@ -11,7 +11,8 @@ import torch
 
 from fedfp8 import E4M3, E5M2, Format, wire
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, quantize_state
+from fedfp8.model.quantized import QuantState, quantize_state
+from fedfp8.model.state import State
 from fedfp8.wire.container import Reader, checked_body
 from fedfp8.wire.message import read_plain, records
 from fedfp8.wire.steps import GAPS

@@ -14,7 +14,8 @@ import fedfp8
 from fedfp8 import Format, wire
 from fedfp8.errors import WireFormatError
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State, quantize_state
+from fedfp8.model.quantized import QuantState, quantize_state
+from fedfp8.model.state import State
 from fedfp8.models.lenet import lenet
 from fedfp8.nn import prepare, state_of
 from fedfp8.wire.container import seal, varint

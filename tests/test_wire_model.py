@@ -12,7 +12,7 @@ import torch
 
 from fedfp8 import E4M3, Format
 from fedfp8.fp8 import hash_uniform
-from fedfp8.model.state import quantize_state
+from fedfp8.model.quantized import quantize_state
 from fedfp8.wire import codec, model, rans, search, steps, stream
 from tools import FORMATS
 from wire_cases import bell

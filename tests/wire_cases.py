@@ -5,7 +5,8 @@ import torch
 
 from fedfp8 import E4M3, Format
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import QuantState, State
+from fedfp8.model.quantized import QuantState
+from fedfp8.model.state import State
 
 
 def bell(n: int, seed: int = 0) -> torch.Tensor:

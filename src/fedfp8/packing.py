@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from fedfp8.model.state import State, dequantize_state, quantize_state
+from fedfp8.model.quantized import dequantize_state, quantize_state
+from fedfp8.model.state import State
 from fedfp8.nn import layout_of, load_state, state_of
 from fedfp8.wire import decode, encode
 

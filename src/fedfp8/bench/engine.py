@@ -35,7 +35,8 @@ from fedfp8.fl.server_opt import server_optimize
 from fedfp8.fl.simulate import Server, Workers, run_round
 from fedfp8.fl.wires import server_link
 from fedfp8.fp8 import quantize
-from fedfp8.model.state import State, dequantize_state, quantize_state
+from fedfp8.model.quantized import dequantize_state, quantize_state
+from fedfp8.model.state import State
 from fedfp8.nn import prepare, state_of
 from fedfp8.rng import generator
 

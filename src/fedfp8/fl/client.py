@@ -14,7 +14,8 @@ from fedfp8.fl.wires import shares_start, wire_for
 from fedfp8.link.client import read_message, write_reply
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders
-from fedfp8.model.state import QuantState, State, Values, dequantize_state
+from fedfp8.model.quantized import QuantState, dequantize_state
+from fedfp8.model.state import State, Values
 from fedfp8.nn import layout_of, load_state, set_rounding, state_of
 from fedfp8.rng import derive_seed, generator
 from fedfp8.wire import header

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from fedfp8.errors import RunError
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.link.store import read_state
-from fedfp8.model.state import State, dequantize_state, quantize_state
+from fedfp8.model.quantized import dequantize_state, quantize_state
+from fedfp8.model.state import State
 
 __all__ = ["export_model", "rounded_state"]
 

@@ -31,7 +31,8 @@ from fedfp8.fl.wires import server_link, wire_for
 from fedfp8.link import ServerLink
 from fedfp8.link.history import Entry, quantize_down
 from fedfp8.link.store import write_atomic, write_state
-from fedfp8.model.state import QuantState, State, dequantize_state
+from fedfp8.model.quantized import QuantState, dequantize_state
+from fedfp8.model.state import State
 from fedfp8.nn import state_of
 from fedfp8.wire import encode
 

@@ -21,7 +21,8 @@ from fedfp8.fl.config import ServerConfig
 from fedfp8.fp8 import Format, squared_error
 from fedfp8.fp8.grid import grid_for
 from fedfp8.fp8.parallel import random_keys, run
-from fedfp8.model.state import State, tensor_seed
+from fedfp8.model.quantized import tensor_seed
+from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
 
 __all__ = ["Gain", "server_optimize", "straight_through_step"]

@@ -12,7 +12,8 @@ from flwr.app import Array, ArrayRecord, Context
 from fedfp8.errors import Fedfp8Error
 from fedfp8.flower.blob import array_of_blob
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import State, dequantize_state
+from fedfp8.model.quantized import dequantize_state
+from fedfp8.model.state import State
 from fedfp8.wire import decode
 
 __all__ = ["ClientCache"]

@@ -19,8 +19,9 @@ from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, to
 from fedfp8.link.store import narrow_codes, pack_message, read_state, unpack_message, write_state
 from fedfp8.link.wire import Orders, steps_of, unlike
 from fedfp8.model.layout import Layout
+from fedfp8.model.quantized import QuantState, Remade, dequantize_state, quantize_state
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, Remade, State, Values, dequantize_state, quantize_state
+from fedfp8.model.state import State, Values
 from fedfp8.wire import decode, encode, header
 from fedfp8.wire.container import REFERENCES, checked_body, fingerprint_of
 

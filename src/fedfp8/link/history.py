@@ -17,7 +17,8 @@ from typing import Any
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
-from fedfp8.model.state import QuantState, Remade, State, Values, describe, quantize_as, quantize_state
+from fedfp8.model.quantized import QuantState, Remade, describe, quantize_as, quantize_state
+from fedfp8.model.state import State, Values
 
 __all__ = ["Entry", "History", "quantize_down"]
 

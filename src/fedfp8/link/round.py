@@ -11,7 +11,8 @@ from fedfp8.errors import WireFormatError
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders, Wire, unlike
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State, Values, dequantize_state
+from fedfp8.model.quantized import QuantState, dequantize_state
+from fedfp8.model.state import State, Values
 from fedfp8.wire import decode, encode, header
 from fedfp8.wire.container import REFERENCES, checked_body
 

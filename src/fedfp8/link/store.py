@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from fedfp8.errors import RunError, WireFormatError
 from fedfp8.fp8.many import hashed_sum_many
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import QuantState, State
+from fedfp8.model.quantized import QuantState
+from fedfp8.model.state import State
 
 __all__ = ["narrow_codes", "pack_message", "read_state", "unpack_message", "write_atomic", "write_state"]
 

@@ -19,8 +19,9 @@ from fedfp8.fl.config import Config
 from fedfp8.fl.federation import FP32
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.store import read_state, write_atomic
+from fedfp8.model.quantized import quantize_state
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import State, quantize_state
+from fedfp8.model.state import State
 from fedfp8.paper.records import find_runs
 from fedfp8.wire import encode
 

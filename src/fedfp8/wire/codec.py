@@ -23,8 +23,9 @@ from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.format import Format
 from fedfp8.fp8.parallel import Keys, dither_keys, random_keys
 from fedfp8.model.layout import TensorSpec
+from fedfp8.model.quantized import QuantState, Small, tensor_seed
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, Small, Values, tensor_seed
+from fedfp8.model.state import Values
 from fedfp8.wire import kernels, rawbits, steps, stream
 from fedfp8.wire.container import REFERENCES, version_of
 from fedfp8.wire.mix import Mix, fit_mix, read_mix

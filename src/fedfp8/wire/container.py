@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from fedfp8.errors import WireFormatError
 from fedfp8.fp8.parallel import STRATA_MAX
 from fedfp8.model.layout import Layout
+from fedfp8.model.quantized import QuantState
 from fedfp8.model.rounding import ROUNDINGS, rounding_of
-from fedfp8.model.state import QuantState, Values
+from fedfp8.model.state import Values
 
 __all__ = [
     "CHECKSUM",

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedfp8.model.layout import Layout
+from fedfp8.model.quantized import QuantState
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState
 from fedfp8.wire import codec
 from fedfp8.wire.container import Header, Reader, checked_body, verified
 from fedfp8.wire.message import read_plain, records

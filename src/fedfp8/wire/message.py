@@ -14,8 +14,9 @@ from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.fp8.quantizers import STEP_MAX, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.quantized import QuantState
 from fedfp8.model.rounding import ROUNDINGS
-from fedfp8.model.state import QuantState, Values
+from fedfp8.model.state import Values
 from fedfp8.wire import codec
 from fedfp8.wire.container import (
     AGAIN,
