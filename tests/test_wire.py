@@ -26,7 +26,7 @@ from fedfp8.models.resnet import resnet18
 from fedfp8.nn import layout_of, prepare, state_of
 from fedfp8.wire import codec, kernels, steps
 from fedfp8.wire.container import fingerprint_of
-from fedfp8.wire.mix import Mix, fit_mix
+from fedfp8.wire.mix import Mix, fit_mix, products
 from tools import FORMATS
 from wire_cases import assert_same, bell, one_weight, small_model, small_state
 
@@ -170,7 +170,7 @@ def test_same_bytes_for_any_number_of_threads_and_in_another_process(rounding: s
         digests.add(hashlib.sha256(wire.encode(quantized(new, rounding), reference=reference)).hexdigest())
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from wire_cases import *\n"
-        "from fedfp8 import wire; from fedfp8.model.state import quantize_state\n"
+        "from fedfp8 import wire; from fedfp8.model.quantized import quantize_state\n"
         f"layout = small_model(rows={rows}, columns={columns})\n"
         "q = quantize_state(small_state(layout, 1, 0.05), seed=5, rounding=sys.argv[2], step=eval(sys.argv[3]))\n"
         "print(hashlib.sha256(wire.encode(q, reference=small_state(layout))).hexdigest())"
@@ -537,7 +537,7 @@ def test_a_mix_reaches_beyond_its_references() -> None:
     a, b = (one_weight(values + t * bell(n, 4), 1.0) for t in (0.0, 0.25))
     q = quantize_state(one_weight(values + 0.5 * bell(n, 4), 1.0), seed=3, rounding="dithered", step={"w": 0.125})
     plan = next(codec.plans(q, [a, b]))
-    found = fit_mix(plan, q.codes["w"].numpy(), steps.sample(plan))
+    found = fit_mix(plan, products(plan, q.codes["w"].numpy(), steps.sample(plan)))
     assert found is not None
     # Errors of the cell, uniform: std 0.125 / sqrt(12), over a sample of 4,096 of which a - b has an rms of 0.29.
     assert found.coefficients == pytest.approx((-1.0, 2.0), abs=5 * 0.125 / np.sqrt(12) / (0.25 * 1.15) / 64)
@@ -565,7 +565,7 @@ def test_references_that_cannot_be_mixed() -> None:
     codes = q.codes["w"].numpy()
     for states in ([one, one], [one, one_weight(one["w"] * 2, 1.0)], [one, zero], [zero, zero], [one, one, other]):
         plan = next(codec.plans(q, states))
-        assert fit_mix(plan, codes, steps.sample(plan)) is None
+        assert fit_mix(plan, products(plan, codes, steps.sample(plan))) is None
         assert mode_of(q, states)[0] == "reference"
     for states in ([one, huge], [huge, other], [huge, one_weight(bell(n, 2) * 5e37, 1.0), one]):
         mode_of(q, states)

@@ -28,7 +28,7 @@ from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import Values
 from fedfp8.wire import kernels, rawbits, steps, stream
 from fedfp8.wire.container import REFERENCES, version_of
-from fedfp8.wire.mix import Mix, fit_mix, read_mix
+from fedfp8.wire.mix import Mix, fit_mix, products, read_mix
 
 __all__ = [
     "ALL",
@@ -55,6 +55,7 @@ NO_RANDOM_BITS = 4
 INDEX = 3
 ALL = 3  # in the place of an index
 MIX = REFERENCE | ALL << INDEX
+NEAR = 1.25  # references farther than this, in squares, from what is coded than the nearest are not looked at
 MODES = ("raw", "static", "reference", "same")
 
 
@@ -219,14 +220,24 @@ def _steps(plan: Plan, codes: np.ndarray) -> tuple[int, bytes]:
     found: list[tuple[int, Reference | Mix | None]] = [
         (REFERENCE | i << INDEX, reference) for i, reference in enumerate(plan.references)
     ]
-    if plan.dithered and (plan.version > 1 or not found):  # version 1 always took its reference
-        found.append((STATIC, None))
-    if plan.dithered and len(plan.references) > 1 and (mix := fit_mix(plan, codes, steps.sample(plan))):
-        found.append((MIX, mix))
+    if plan.dithered and not found:
+        found = [(STATIC, None)]
+    elif plan.dithered and plan.version > 1:  # version 1 always took its reference
+        found = _near([*found, (STATIC, None)], sums := products(plan, codes, steps.sample(plan)))
+        if len(plan.references) > 1 and (mix := fit_mix(plan, sums)):
+            found.append((MIX, mix))
     fits = [(mode, steps.fit(plan, codes, given)) for mode, given in found]
     mode, fitted = min(fits, key=lambda pair: pair[1].cost)
     data = steps.encode(plan, codes, fitted)
     return mode | (0 if data else SAME) | (0 if fitted.predictor.random or not plan.random else NO_RANDOM_BITS), data
+
+
+def _near(found: list[tuple[int, Any]], sums: list[list[float]]) -> list[tuple[int, Any]]:
+    """Of the references and none, the last, those that are about as near to what is coded as the nearest."""
+    own = sums[-1][-1]
+    distances = [sums[i][i] - 2 * sums[i][-1] + own for i in range(len(sums) - 1)] + [own]
+    most = NEAR * min(distances)
+    return [one for one, distance in zip(found, distances, strict=True) if not distance > most]
 
 
 def decode(plan: Plan, mode: int, data: memoryview) -> np.ndarray:

@@ -61,7 +61,7 @@ def products(a, b, c, count, codes, starts, length, step, key0, key1, turn, out)
             if count == 3:
                 columns[2, i] = c[start + i]
             columns[count, i] = (F(codes[start + i]) + half_minus_uniform(start + i, key0, key1, turn)) * step
-        for row in range(count):
+        for row in range(count + 1):
             for column in range(row, count + 1):
                 total = out[row, column]
                 for i in range(length):

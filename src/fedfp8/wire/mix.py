@@ -16,7 +16,7 @@ from fedfp8.wire.container import AGAIN, Reader
 if TYPE_CHECKING:
     from fedfp8.wire.codec import Plan, Reference
 
-__all__ = ["LARGEST", "Mix", "fit_mix", "read_mix"]
+__all__ = ["LARGEST", "Mix", "fit_mix", "products", "read_mix"]
 
 LARGEST = 16.0  # magnitude of a coefficient
 DEPENDENT = 2.0**-32  # share of a reference's square that the others must leave; below it they do not tell it apart
@@ -60,16 +60,21 @@ def read_mix(references: "tuple[Reference, ...]", data: memoryview) -> tuple[Mix
     return Mix(references, coefficients), reader.take(reader.left, "steps")
 
 
-def fit_mix(plan: "Plan", codes: np.ndarray, spans: tuple[np.ndarray, int]) -> Mix | None:
-    """Least squares of what the receiver will have on the references, over the sample; None if they cannot be mixed.
+def products(plan: "Plan", codes: np.ndarray, spans: tuple[np.ndarray, int]) -> list[list[float]]:
+    """Of the references, and of what the receiver will have, which is the last: sums of products over the sample.
 
-    Sums in a fixed order of products that are exact: the same coefficients on every machine.
+    Sums in a fixed order of products that are exact: the same on every machine.
     """
     count = len(plan.references)
-    sums = np.zeros((count, count + 1))
+    sums = np.zeros((count + 1, count + 1))
     wanted = codes, *spans, np.float32(plan.step), *plan.keys
     kernels.products(*_three(plan.references), count, *wanted, sums)
-    solved = _solved([[float(sums[min(i, j), max(i, j)]) for j in range(count + 1)] for i in range(count)])
+    return [[float(sums[min(i, j), max(i, j)]) for j in range(count + 1)] for i in range(count + 1)]
+
+
+def fit_mix(plan: "Plan", sums: list[list[float]]) -> Mix | None:
+    """Least squares of what the receiver will have on the references; None if they cannot be mixed."""
+    solved = _solved([list(row) for row in sums[:-1]])
     if solved is None or not all(abs(c) <= LARGEST for c in solved):
         return None
     return Mix(plan.references, tuple(float(np.float32(c)) for c in solved))
