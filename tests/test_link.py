@@ -1,6 +1,7 @@
 """ServerLink and ClientLink: any tensors, any order, any interruption; nothing that fails changes anything."""
 
 import copy
+import hashlib
 import json
 import math
 import random
@@ -265,17 +266,19 @@ def test_the_history_is_bounded_and_clients_of_old_models_are_served() -> None:
     old.receive(server.broadcast(state, ["old"])["old"])
 
 
-def test_a_damaged_file_of_the_history_costs_a_whole_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedfp8.link.history.IN_MEMORY", 0)  # files are read again
+@pytest.mark.parametrize("damage", ["another", "cut", "gone"])
+def test_a_damaged_file_of_the_history_costs_a_whole_message(damage: str) -> None:
     server, state, clients = ServerLink("dq", seed=1), model(), {name: ClientLink() for name in "ab"}
     for round, name in enumerate("abb"):
         one_round(server, {name: clients[name]}, trained(state, round))
     first, second = (server.history.path(number) for number in (1, 2))
-    first.write_bytes(second.read_bytes())
-    message = server.broadcast(trained(state, 3), "ab")["a"]
-    with pytest.raises(LostReference):
-        clients["a"].receive(message)
-    assert clients["a"].receive(server.resend("a")).keys() == state.keys()
+    whole = {"another": second.read_bytes(), "cut": first.read_bytes()[:-100]}
+    first.unlink()
+    if damage in whole:
+        first.write_bytes(whole[damage])
+    messages = server.broadcast(trained(state, 3), "ab")
+    assert [references(messages[name]) for name in "ab"] == [0, 2]
+    assert clients["a"].receive(messages["a"]).keys() == state.keys()
 
 
 def test_memory_does_not_grow_with_clients() -> None:
@@ -647,7 +650,7 @@ def test_what_was_received_may_be_trained_in_place(arrays: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["dq", "fp8"])
-@pytest.mark.parametrize("damage", ["checksum", "head", "values", "short"])
+@pytest.mark.parametrize("damage", ["checksum", "head", "values", "short", "another version"])
 def test_a_damaged_memory_counts_as_lost(wire: str, damage: str) -> None:
     server, client, state = ServerLink(wire, seed=1), ClientLink(packed=()), model()
     server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
@@ -656,6 +659,9 @@ def test_a_damaged_memory_counts_as_lost(wire: str, damage: str) -> None:
     held = bytearray(client.packed[0])
     if damage == "short":
         del held[-1]
+    elif damage == "another version":
+        head = b"\2\0\0\0{}"
+        held = bytearray(hashlib.blake2b(head, digest_size=8).digest() + head)
     else:
         held[{"checksum": 0, "head": 40, "values": -1}[damage]] ^= 1
     with pytest.raises(LostReference):

@@ -84,8 +84,15 @@ class Executor:
     def held(self, assignment: Assignment) -> list[Values]:
         """A client's disk: what it received on its last visits, made again from the server's models of those rounds."""
         wire = wire_for(self.config, self.client.federation.formats[assignment.client])
-        self.history.entries |= {entry.number: entry for entry, _ in assignment.held}
-        return [self.history.sent(entry.number, wire, place) for entry, place in assignment.held]
+        entries = self.history.entries | {entry.number: entry for entry, _ in assignment.held}
+        self.history.entries = entries
+        if len(entries) > 2 * self.config.wire.history:  # now and then: files of forgotten models must not stay mapped
+            self.history.keep_only(sorted(entries)[-self.config.wire.history :])
+        held: list[Values] = []
+        for entry, place in assignment.held:
+            with contextlib.suppress(RunError):  # its file is damaged: the server does without it, too
+                held.append(self.history.sent(entry.number, wire, place))
+        return held
 
     def evaluate(self, job: Evaluation) -> tuple[float, float, float, int]:
         if self.loaded != job.model:

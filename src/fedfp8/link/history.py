@@ -22,8 +22,6 @@ from fedfp8.model.state import State, Values
 
 __all__ = ["Entry", "History", "quantize_down"]
 
-IN_MEMORY = 1 << 26  # bytes of models that are not read again from their files
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -56,7 +54,7 @@ Key = tuple[int, Wire, int]  # number of a model, how and at which place it was 
 
 
 class History:
-    """Models by number, in files; the last ones used stay in memory."""
+    """Models by number, in files; the newest is in memory, too."""
 
     def __init__(self, root: int, folder: Path | None = None) -> None:
         self.root = root  # of all seeds
@@ -65,8 +63,8 @@ class History:
         self.folder.mkdir(parents=True, exist_ok=True)
         if folder is None:  # goes with this object, or with the process
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self._models: dict[int, State] = {}
-        self._checked: set[bytes] = set()  # fingerprints of files that this object wrote, or has read and found right
+        self._newest: tuple[int, State] | None = None  # the model that was added last, in memory
+        self._mapped: dict[int, State] = {}  # others that were asked for: files that the system reads where it must
         self._described: dict[tuple[int, Wire], QuantState] = {}  # what messages of a model say at every place
         self._sums: dict[Key, dict[str, int]] = {}  # what is known of the fingerprints of what was sent
         self._sent: dict[Key, State] = {}
@@ -79,30 +77,20 @@ class History:
         entry = Entry(number, model.quick_fingerprint, cohort, strata)
         with self._lock:
             self.entries[number] = entry
-            self._hold(number, model)
             write_state(self.path(number), model, sync=False)
-            self._checked.add(entry.fingerprint)
+            self._newest = number, model
         return entry
 
     def model(self, number: int) -> State:
+        """RunError if its file is lost or damaged."""
         with self._lock:
-            if number not in self._models:
+            if self._newest is not None and self._newest[0] == number:
+                return self._newest[1]
+            if number not in self._mapped:
                 if number not in self.entries:
                     raise RunError(f"model {number} is not in the history any more")
-                wanted = self.entries[number].fingerprint
-                # Once: hashing takes as long as coding. Damage later on is found by who receives what is made of it.
-                self._hold(number, read_state(self.path(number), None if wanted in self._checked else wanted))
-                self._checked.add(wanted)
-            return self._models[number]
-
-    def _hold(self, number: int, model: State) -> None:
-        """In memory: the current model, one more, and of small ones as many as fit into IN_MEMORY."""
-        most = max(2, IN_MEMORY // max(sum(tensor.nbytes for tensor in model.values()), 1))
-        current = max([number, *self._models])
-        others = [n for n in self._models if n not in (current, number)]
-        for other in others[: max(len(others) + 2 - most, 0)]:
-            del self._models[other]
-        self._models[number] = model
+                self._mapped[number] = read_state(self.path(number), self.entries[number].fingerprint)
+            return self._mapped[number]
 
     def quantized(self, number: int, wire: Wire, place: int) -> QuantState:
         """Model `number` as it is sent to a client at `place`."""
@@ -138,11 +126,10 @@ class History:
         kept = set(numbers)
         with self._lock:
             self.entries = {n: e for n, e in self.entries.items() if n in kept}
-            self._models = {n: m for n, m in self._models.items() if n in kept}
+            self._mapped = {n: m for n, m in self._mapped.items() if n in kept}
             self._sent = {}  # asked for again in another round, if at all
             self._described = {key: q for key, q in self._described.items() if key[0] in kept}
             self._sums = {key: sums for key, sums in self._sums.items() if key[0] in kept}
-            self._checked &= {e.fingerprint for e in self.entries.values()}
 
     def clean(self) -> None:
         files = {self.path(n).name for n in self.entries}

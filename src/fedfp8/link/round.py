@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fedfp8.errors import WireFormatError
+from fedfp8.errors import RunError, WireFormatError
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders, Wire, unlike
 from fedfp8.model.layout import Layout
@@ -129,10 +130,12 @@ class Round:
         references: list[Values] = []
         message = self._message[1]
         if wire.lossless:
-            references += [self.link.history.sent(number, wire, at) for number, at in held]
+            for number, at in held:
+                with suppress(RunError):  # its file is damaged: the message does without
+                    references.append(self.link.history.sent(number, wire, at))
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
             references = references[:REFERENCES]
-        known = bool(held) or start or self.link.layout_known
+        known = bool(references) or start or self.link.layout_known
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)
         if not held or not wire.has_places:  # others will ask for the same
             self._payloads[key] = payload

@@ -100,6 +100,13 @@ def _narrow(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_message(data: bytes) -> tuple[QuantState, bytes]:
     """(a message that `narrow_codes` made, the fingerprint of its values); its tensors are views of `data`."""
+    try:
+        return _unpacked(data)
+    except (KeyError, TypeError, ValueError, AttributeError):  # kept by another fedfp8
+        raise WireFormatError(DAMAGED) from None
+
+
+def _unpacked(data: bytes) -> tuple[QuantState, bytes]:
     body = memoryview(data)[8:]
     position = 4 + int.from_bytes(body[:4], "little")
     if _checksum(body[:position]) != data[:8]:
