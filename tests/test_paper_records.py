@@ -199,18 +199,18 @@ def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -
     assert name_of("dq:dq.kappa_up=16:local.lr=1") == "FP8FedAvg-DQ (ours), dq.kappa_up=16, local.lr=1"
 
 
-def test_the_same_run_in_two_folders_is_not_two_seeds_and_longer_runs_are_the_same_variant(tmp_path: Path) -> None:
+def test_the_same_run_in_two_folders_and_runs_of_other_lengths_are_not_two_seeds(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "uq", 0, [0.4], 50)
-    write_run(tmp_path / "b", "uq", 0, [0.4, 0.5], 50)
+    write_run(tmp_path / "b", "uq", 0, [0.5], 50)
     labels = [v.label for v in variants(find_runs(tmp_path))]
     assert labels == ["uq:a/lenet-cifar10-iid/uq-seed0", "uq:b/lenet-cifar10-iid/uq-seed0"]
     write_run(tmp_path / "c", "uq", 0, [0.4], 50)
-    write_run(tmp_path / "c", "uq", 1, [0.4, 0.5], 50)  # a run that was continued
-    (one,) = variants(find_runs(tmp_path / "c"))
-    assert one.label == "uq" and [run.seed for run in one.runs] == [0, 1]
-    write_run(tmp_path / "d", "uq", 0, [0.4], 50, cell="kwt1-speech-iid")
-    write_run(tmp_path / "d", "uq", 1, [0.4, 0.5], 50, cell="kwt1-speech-iid")  # cosine: another learning rate
-    assert [v.label for v in variants(find_runs(tmp_path / "d"))] == ["uq:round.count=1", "uq:round.count=2"]
+    write_run(tmp_path / "c", "uq", 1, [0.4, 0.5], 50)
+    assert [v.label for v in variants(find_runs(tmp_path / "c"))] == ["uq:round.count=1", "uq:round.count=2"]
+    write_run(tmp_path / "c", "fp32", 0, [0.4], 200)
+    write_run(tmp_path / "c", "fp32", 1, [0.4, 0.5], 200)
+    gains = {row.label: row.gain and row.gain.mean for row in compare(find_runs(tmp_path / "c"))}
+    assert gains["uq:round.count=1"] == gains["uq:round.count=2"] == 4.0  # each against the FP32 run of its length
 
 
 def test_a_gain_is_measured_against_the_fp32_run_with_the_most_equal_settings(tmp_path: Path) -> None:

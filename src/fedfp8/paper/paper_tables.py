@@ -150,7 +150,8 @@ def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
         return ""
     changed = {k: ours for run in runs for k, (ours, _) in changes(cell, run.config).items() if k != "round.count"}
     sets = [f"{key}={str(value).lower()}" for key, value in changed.items()]
-    sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in changed]
+    known = {*changed, "round.count"}
+    sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in known]
     settings = "".join(f" --set {text}" for text in sets)
     return f" --rounds {row.rounds} --seeds {','.join(str(run.seed) for run in runs)}{settings}"
 

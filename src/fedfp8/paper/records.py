@@ -191,8 +191,8 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """``section.field`` -> value of all that makes two runs comparable as seeds of each other.
 
-        Not the seed, not the folder of the data, not what is only looked at, not settings of a method that is not run,
-        and not the number of rounds where the learning rate does not depend on it: such a run may be continued.
+        Not the seed, not the folder of the data, not what is only looked at, not settings of a method that is not run.
+        The number of rounds counts: the mean of a run of 60 and one of 120 is that of nothing.
         """
         flat: dict[str, Any] = {}
         for name, content in self.config.items():
@@ -207,8 +207,6 @@ class RunRecord:
             free |= {key for key in flat if key.startswith("dq.")}
         if flat.get("down.rounding") != "dithered":
             free.add("wire.visits")  # others use the last visit alone
-        if flat.get("local.schedule") == "constant":
-            free.add("round.count")
         return {key: value for key, value in flat.items() if key not in free}
 
     @cached_property
