@@ -256,12 +256,16 @@ def test_a_damaged_model_is_found(tmp_path: Path) -> None:
     assert resume(tmp_path).summary["finished"]
 
 
-def test_a_damaged_reference_is_found(tmp_path: Path) -> None:
-    for path in (unfinished(tmp_path) / "models").iterdir():
+def test_a_damaged_reference_is_found_and_costs_bytes(tmp_path: Path) -> None:
+    unfinished(tmp_path / "whole")
+    for path in (unfinished(tmp_path / "damaged") / "models").iterdir():
         data = path.read_bytes()
         path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
-    with pytest.raises(RunError, match="is damaged: its values are not those saved"):
-        resume(tmp_path)
+    whole, damaged = (resume(tmp_path / name).rounds for name in ("whole", "damaged"))
+    assert [line["model"] for line in whole] == [line["model"] for line in damaged]
+    assert damaged[-1]["bytes_total"] > whole[-1]["bytes_total"]
+    assert any("is damaged: its values are not those saved" in note for line in damaged for note in line["notes"])
+    assert not any(line["notes"] for line in whole)
 
 
 def test_a_history_that_lost_lines_is_found(tmp_path: Path) -> None:

@@ -589,3 +589,15 @@ def test_pack_and_unpack_given_several_references() -> None:
     assert wire.header(payload).reference_fingerprint == second.fingerprint
     one = fedfp8.unpack(payload, other, reference=[first, second])
     assert one.fingerprint == fedfp8.unpack(payload, other, reference=second).fingerprint
+
+
+def test_a_reference_that_is_what_is_coded() -> None:
+    """In units of steps its distance is a difference of rounded sums, and may come out below 0."""
+    layout = Layout((TensorSpec("w", (16, 16)),))
+    for seed in range(40):
+        state = State(layout, {"w": torch.full((16, 16), 1.0 + seed)})
+        q = quantize_state(state, seed=seed, rounding="dithered", step=0.3, place=1, strata=3, together=True)
+        exact = dequantize_state(q)
+        payload = wire.encode(q, references=[exact])
+        assert_same(wire.decode(payload, layout, references=[exact]), q)
+        assert len(wire.header(payload).reference_fingerprints) == 1

@@ -88,6 +88,7 @@ def run_round(
         mean.add(update, weight=federation.size(reply.client))
         record.losses.append(reply.loss)
     trained = time.perf_counter()
+    record.notes += round.notes.values()
     record.bytes_down = sum(round.traffic["down"].values()) + sum(round.traffic["resent"].values())
     record.bytes_up = sum(round.traffic["up"].values())
     record.digest_down, record.digest_up = down.hexdigest(), up.hexdigest()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +41,7 @@ class Round:
         self.cohort = cohort  # clients that are to answer: as many as there are wires, or more that join
         self.confirmed: set[Client] = set()
         self.traffic: dict[str, dict[Client, int]] = {"down": {}, "up": {}, "resent": {}}
+        self.notes: dict[int, str] = {}  # on models of the history that are lost
         self._message: tuple[tuple[Wire, int], QuantState] | None = None
         self._payloads: dict[tuple[Any, ...], bytes] = {}
 
@@ -131,8 +131,10 @@ class Round:
         message = self._message[1]
         if wire.lossless:
             for number, at in held:
-                with suppress(RunError):  # its file is damaged: the message does without
+                try:
                     references.append(self.link.history.sent(number, wire, at))
+                except RunError as error:  # a damaged file: the message does without
+                    self.notes[number] = f"{error}; until then messages do without it"
             references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
             references = references[:REFERENCES]
         known = bool(references) or start or self.link.layout_known

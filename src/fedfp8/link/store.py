@@ -56,7 +56,7 @@ def read_state(path: Path, fingerprint: bytes | None = None) -> State:
     except Exception as error:  # safetensors raises its own kinds
         raise RunError(f"{path} cannot be read as a model: {error}; restore it or start the run anew") from None
     if fingerprint is not None and state.quick_fingerprint != fingerprint:
-        raise RunError(f"{path} is damaged: its values are not those saved; restore it or start the run anew")
+        raise RunError(f"{path} is damaged: its values are not those saved; restore it, or start the run anew")
     return state
 
 

@@ -236,7 +236,7 @@ def _near(found: list[tuple[int, Any]], sums: list[list[float]]) -> list[tuple[i
     """Of the references and none, the last, those that are about as near to what is coded as the nearest."""
     own = sums[-1][-1]
     distances = [sums[i][i] - 2 * sums[i][-1] + own for i in range(len(sums) - 1)] + [own]
-    most = NEAR * min(distances)
+    most = NEAR * max(min(distances), 0.0)  # a sum of rounded products may lie below 0
     return [one for one, distance in zip(found, distances, strict=True) if not distance > most]
 
 
