@@ -148,7 +148,6 @@ class DqConfig:
 
     kappa_up: float = 8.0  # the step up, in units of the rms of a client's change; finer with fewer than 7 clients
     kappa_down: float = 0.8  # the step down, in units of the rms of the weights; finer with fewer than 5 clients
-    late: int = 40  # from this round on steps down get finer, with its root, since noise costs more late; 0: never
     fan_in: float = 228.0  # a layer with fewer inputs than this gets finer steps; 0: the same for all layers
     strata: int = 16  # places over which a round's clients spread their random bits, at most; 1: the same bits for all
     start: bool = True  # clients build the initial model themselves, and first models are coded given it
@@ -156,7 +155,7 @@ class DqConfig:
 
     def __post_init__(self) -> None:
         positive("dq", self, "kappa_up", "kappa_down", "strata")
-        not_negative("dq", self, "fan_in", "late")
+        not_negative("dq", self, "fan_in")
         if self.strata > 256:
             raise ConfigError(f"dq.strata is {self.strata}; at most 256")
 

@@ -27,8 +27,8 @@ def wire_for(config: Config, client_format: str) -> Wire:
     dq = config.dq
     return Wire(
         down, up, _format(down_format), _format(up_format), dq.kappa_down, dq.kappa_up, dq.fan_in, dq.strata,
-        dq.preserve and any(ROUNDINGS[r].has_steps for r in (down, up)), config.wire.lossless, dq.late,
-        config.wire.visits, name=down_format,
+        dq.preserve and any(ROUNDINGS[r].has_steps for r in (down, up)), config.wire.lossless, config.wire.visits,
+        name=down_format,
     )  # fmt: skip
 
 

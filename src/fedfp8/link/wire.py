@@ -50,7 +50,6 @@ class Wire:
     strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
     preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
     lossless: bool = True
-    late: int = 40  # models from which on steps down get finer, with the root of how many there were; 0: they do not
     visits: int = 3  # dithered: a client keeps the models of so many visits; the next is coded given their mix
     name: str = ""  # goes into the seeds, so that two wires of one round have bits of their own
 
@@ -64,8 +63,6 @@ class Wire:
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
         if not 1 <= self.strata <= 256:
             raise ConfigError(f"strata is {self.strata}; between 1 (the same random bits for all) and 256")
-        if self.late < 0:
-            raise ConfigError(f"late is {self.late}; a number of rounds, or 0 for never")
         if not 1 <= self.visits <= REFERENCES:
             raise ConfigError(f"visits is {self.visits}; a message is coded given 1 to {REFERENCES} models")
 
@@ -96,13 +93,9 @@ class Wire:
     def layout_up(self, layout: Layout) -> Layout:
         return layout if self.format_up is None else layout.with_format(self.format_up)
 
-    def kappa_down_for(self, cohort: int, number: int = 1) -> float:
-        """Noise of the mean of P places falls with P; a lone client gets what one set of bits for all would need.
-
-        number: of the model. The longer training goes on the less a round brings, and the less noise it can bear.
-        """
-        late = min(1.0, math.sqrt(self.late / number)) if self.late else 1.0
-        return self.kappa_down * min(1.0, math.sqrt(cohort / KAPPA_DOWN_CLIENTS)) * late
+    def kappa_down_for(self, cohort: int) -> float:
+        """Noise of the mean of P places falls with P; a lone client gets what one set of bits for all would need."""
+        return self.kappa_down * min(1.0, math.sqrt(cohort / KAPPA_DOWN_CLIENTS))
 
     def kappa_up_for(self, cohort: int) -> float:
         """A float32, since that is how a client is told."""
