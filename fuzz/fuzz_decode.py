@@ -18,7 +18,8 @@ except ImportError:
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-# Numba cannot compile instrumented kernels.
+import fedfp8.fp8.kernels  # noqa: F401  (before: Numba cannot compile instrumented kernels)
+
 with atheris.instrument_imports(
     include=["fedfp8.wire", "fedfp8.model.layout"],
     exclude=[*(f"fedfp8.wire.{name}" for name in ("fused", "gaps", "kernels", "rans", "search")), "fedfp8.fp8"],
