@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 
 from fedfp8 import ClientLink, LostReference, ServerLink, average
 from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, RunError, WireFormatError
-from fedfp8.link.wire import WIRES, Orders, Wire, fan_in_factor
+from fedfp8.link.wire import WIRES, Orders, Wire, step_factor
 from fedfp8.wire import decode, header
 
 ALL = sorted(WIRES)
@@ -189,10 +189,13 @@ def test_as_many_places_as_leave_the_least_error() -> None:
 
 def test_fewer_clients_get_finer_steps() -> None:
     wire = WIRES["dq"]
-    assert [round(wire.kappa_up_for(n), 6) for n in (1, 2, 5, 7, 100)] == [1.2, 2.4, 6, 8, 8]
+    assert [round(wire.kappa_up_for(n), 6) for n in (1, 2, 4, 5, 100)] == [1.2, 2.4, 4.8, 5, 5]
     assert wire.kappa_down_for(1) == pytest.approx(0.36, abs=0.01) and wire.kappa_down_for(5) == wire.kappa_down
-    assert fan_in_factor((10,), 228) == 1 / 8 and fan_in_factor((64, 1600), 228) == 1
-    assert fan_in_factor((64, 57), 228) == 0.5 and fan_in_factor((3,), 0) == 1
+    assert step_factor((10,), 1, 228) == 1 / 8 and step_factor((64, 1600), 1, 228) == 1
+    assert step_factor((64, 57), 1, 228) == 0.5 and step_factor((3,), 1, 0) == 1
+    # A 64th of the largest tensor: half of kappa. Nothing falls below an eighth.
+    assert step_factor((4, 400), 64 * 1600, 228) == 0.5 and step_factor((4, 57), 64 * 228, 228) == 0.25
+    assert step_factor((1, 1600), 2**30, 228) == 1 / 8 and step_factor((1, 1600), 2**30, 0) == 1
 
 
 # Start and references

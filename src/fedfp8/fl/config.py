@@ -146,9 +146,10 @@ class ServerConfig:
 class DqConfig:
     """Dithered quantization: a step is kappa times a root mean square, less for small layers and small cohorts."""
 
-    kappa_up: float = 8.0  # the step up, in units of the rms of a client's change; finer with fewer than 7 clients
+    kappa_up: float = 5.0  # the step up, in units of the rms of a client's change; finer with fewer than 5 clients
     kappa_down: float = 0.8  # the step down, in units of the rms of the weights; finer with fewer than 5 clients
-    fan_in: float = 228.0  # a layer with fewer inputs than this gets finer steps; 0: the same for all layers
+    fan_in: float = 228.0  # layers with fewer inputs than this, and small ones, get finer steps; 0: the same for all
+    frequencies: bool = True  # what changed in kernels goes up as frequencies, of which most are small
     strata: int = 16  # places over which a round's clients spread their random bits, at most; 1: the same bits for all
     start: bool = True  # clients build the initial model themselves, and first models are coded given it
     preserve: bool = True  # the server adds changes to what it has, so downlink noise does not pile up

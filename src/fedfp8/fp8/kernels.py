@@ -41,6 +41,7 @@ HALF = F(0.5)
 TWO = F(2.0)
 CHUNK = 1 << 15  # elements per partial sum
 STRIP = 1 << 9  # of them whose squares are made at a time
+TILE = 1 << 8  # blocks that are transformed at a time
 
 kernel = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -363,3 +364,39 @@ def hashed_sum_many(sources, sizes, out):
             rest[0] |= np.uint32(raw[4 * words + j]) << np.uint32(8 * j)
         out[i] = hashed_sum(carray(pointer(sources[i]), words, np.uint32))
         out[i] += np.uint64(hashed(words + 1, np.uint32(0), np.uint32(0))) * np.uint64(rest[0])
+
+
+@kernel
+def to_frequencies(blocks, basis, out):
+    """out[f, n] = sum_j basis[f, j] * blocks[n, j], some blocks at a time, each sum from the first to the last."""
+    columns, sums = np.empty((blocks.shape[1], TILE), np.float32), np.empty(TILE, np.float32)
+    for start in range(0, blocks.shape[0], TILE):
+        size = min(TILE, blocks.shape[0] - start)
+        for n in range(size):
+            for j in range(blocks.shape[1]):
+                columns[j, n] = blocks[start + n, j]
+        for f in range(basis.shape[0]):
+            mix(basis[f], columns, sums, size)
+            out[f, start : start + size] = sums[:size]
+
+
+@kernel
+def from_frequencies(rows, basis, out):
+    """out[n, j] = sum_f basis[f, j] * rows[f, n]: the inverse."""
+    columns, sums, transposed = np.empty((rows.shape[0], TILE), np.float32), np.empty(TILE, np.float32), basis.T.copy()
+    for start in range(0, rows.shape[1], TILE):
+        size = min(TILE, rows.shape[1] - start)
+        columns[:, :size] = rows[:, start : start + size]
+        for j in range(basis.shape[1]):
+            mix(transposed[j], columns, sums, size)
+            for n in range(size):
+                out[start + n, j] = sums[n]
+
+
+@kernel
+def mix(weights, rows, sums, size):
+    sums[:] = F(0.0)
+    for j in range(weights.size):
+        weight, row = weights[j], rows[j]
+        for n in range(size):
+            sums[n] += weight * row[n]

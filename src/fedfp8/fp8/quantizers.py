@@ -25,6 +25,7 @@ from fedfp8.fp8.strides import flat, has_kernel, through
 __all__ = ["dither", "from_codes", "hash_uniform", "quantize", "to_codes", "undither"]
 
 STEP_MIN, STEP_MAX = 2.0**-100, 2.0**100  # the steps of `dither` and `undither`: far from float32's ends
+MOST_STEPS = 2**19  # to the largest value of a tensor, as steps are chosen
 DITHER_LIMIT = 2.0**20  # |x| / step beyond which float32 has no room left for the random bits
 DITHERED = torch.int32, torch.int16, torch.int8
 Alpha = float | torch.Tensor

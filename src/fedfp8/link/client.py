@@ -18,6 +18,7 @@ from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunErro
 from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
 from fedfp8.link.store import narrow_codes, pack_message, read_state, unpack_message, write_state
 from fedfp8.link.wire import Orders, steps_of, unlike
+from fedfp8.model.frequencies import steps_of_frequencies, to_frequencies
 from fedfp8.model.layout import Layout
 from fedfp8.model.quantized import QuantState, Remade, dequantize_state, quantize_state
 from fedfp8.model.rounding import ROUNDINGS
@@ -53,12 +54,14 @@ def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable
 
 def write_reply(local: State, received: Values, orders: Orders, *, whole: bool = True) -> bytes:
     """A client's model as it is sent back, given the one it received. whole: it has all the tensors of that one."""
-    q, reference = quantize_reply(local, received, orders)
+    q, reference = quantize_reply(local, received, orders, whole=whole)
     references = () if reference is None else (reference,)
     return encode(q, references=references, lossless=orders.lossless, with_layout=not whole)
 
 
-def quantize_reply(local: State, received: Values, orders: Orders) -> tuple[QuantState, Values | None]:
+def quantize_reply(
+    local: State, received: Values, orders: Orders, *, whole: bool = True
+) -> tuple[QuantState, Values | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
     rule = ROUNDINGS[orders.up]
     if not rule.has_steps:
@@ -68,9 +71,13 @@ def quantize_reply(local: State, received: Values, orders: Orders) -> tuple[Quan
     moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
     is_change = not unlike(local, moved)
     state = moved if is_change else local
+    steps = steps_of(state, orders.up, orders.kappa_up, orders.fan_in)
+    if orders.frequencies and is_change and whole and steps is not None:
+        weights, state = state, to_frequencies(state)
+        steps = steps_of_frequencies(steps, weights, state)
     q = quantize_state(
         state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
-        together=True, step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
+        together=True, step=steps,
     )  # fmt: skip
     return q, None
 

@@ -10,6 +10,7 @@ import torch
 from fedfp8.errors import RunError, WireFormatError
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders, Wire, unlike
+from fedfp8.model.frequencies import from_frequencies, layout_of_frequencies
 from fedfp8.model.layout import Layout
 from fedfp8.model.quantized import QuantState, dequantize_state
 from fedfp8.model.state import State, Values
@@ -69,8 +70,8 @@ class Round:
         link, wire = self.link, self.wires[client]
         return Orders(
             wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
-            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless, self.kept(client),
-            link.coded,
+            wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless,
+            wire.frequencies and wire.sends_changes, self.kept(client), link.coded,
         )  # fmt: skip
 
     def kept(self, client: Client) -> int:
@@ -83,13 +84,18 @@ class Round:
             raise WireFormatError(f"client {client!r} is not of this round; its reply came too late or unasked")
         self.traffic["up"][client] = self.traffic["up"].get(client, 0) + len(payload)
         wire = self.wires[client]
-        layout = wire.layout_up(self.model.layout)
-        if header(payload).has_layout:
-            layout = _part_of(checked_body(payload, None)[1], layout)
-        references = () if header(payload).reference_fingerprint is None else (self.sent(client),)
-        message = decode(payload, layout, references=references)
+        head, layout = header(payload), wire.layout_up(self.model.layout)
+        frequencies = layout_of_frequencies(layout)
+        if head.has_layout:
+            expected = _part_of(checked_body(payload, None)[1], layout)
+        else:
+            expected = frequencies if head.layout_fingerprint == frequencies.fingerprint else layout
+        references = () if head.reference_fingerprint is None else (self.sent(client),)
+        message = decode(payload, expected, references=references)
         self._check(client, wire, message)
         update = dequantize_state(message, consume=True)
+        if expected is frequencies:
+            update = from_frequencies(update, layout)
         if message.change:
             base = self.model if wire.preserve else self.sent(client)
             update = _moved(update, lambda name, change: change.add_(base[name]))

@@ -21,7 +21,7 @@ import numpy as np
 
 from fedfp8.errors import ConfigError, WireFormatError
 from fedfp8.fp8 import E4M3, Format
-from fedfp8.fp8.quantizers import STEP_MIN
+from fedfp8.fp8.quantizers import MOST_STEPS, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, rounding_of
 from fedfp8.model.state import State
@@ -29,11 +29,12 @@ from fedfp8.rng import derive_seed
 from fedfp8.wire.container import REFERENCES
 from fedfp8.wire.steps import sampled_rms
 
-__all__ = ["WIRES", "Orders", "Wire", "fan_in_factor", "steps_of", "unlike", "wire_named"]
+__all__ = ["WIRES", "Orders", "Wire", "step_factor", "steps_of", "unlike", "wire_named"]
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
-KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 20 / 3, 5  # cohorts from which on a client's steps are the full ones
+SMALL = 16  # a tensor this many times smaller than the largest gets finer steps
+KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 25 / 6, 5  # cohorts from which on a client's steps are the full ones
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Wire:
     format_down: Format | None = None  # of FP8 codes; None: as the layout has it
     format_up: Format | None = None
     kappa_down: float = 0.8
-    kappa_up: float = 8.0
-    fan_in: float = 228.0  # inputs of a layer from which on it gets the whole kappa; 0: all tensors get it
+    kappa_up: float = 5.0
+    fan_in: float = 228.0  # inputs from which on a layer that is not small gets the whole kappa; 0: all tensors get it
+    frequencies: bool = True  # dithered: what changed in kernels goes up as frequencies, of which most are small
     strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
     preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
     lossless: bool = True
@@ -137,12 +139,16 @@ def mean_variance(cohort: int, strata: int) -> float:
     return 1 / strata**2 + (1 + 1 / strata) * uneven
 
 
-def fan_in_factor(shape: tuple[int, ...], fan_in: float) -> float:
-    """The share of kappa for a tensor of this shape: sqrt(inputs / fan_in), between an eighth and one."""
+def step_factor(shape: tuple[int, ...], largest: int, fan_in: float) -> float:
+    """The share of kappa for a tensor of this shape, between an eighth and one; `largest`: the most elements of any.
+
+    sqrt(inputs / fan_in), and sqrt(SMALL * elements / largest): what costs next to nothing should not hurt either.
+    """
     if not fan_in:
         return 1.0
     inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
-    return min(1.0, max(LOWEST, math.sqrt(inputs / fan_in)))
+    few = min(1.0, SMALL * math.prod(shape) / largest)
+    return max(LOWEST, math.sqrt(min(1.0, inputs / fan_in) * few))
 
 
 def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mapping[str, float] | None:
@@ -150,13 +156,14 @@ def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mappin
     rule = ROUNDINGS[rounding]
     if not rule.has_steps:
         return None
-    coded = (spec for spec in state.layout if spec.kind in rule.kinds and spec.size)
-    return {spec.name: _step(state, spec, kappa * fan_in_factor(spec.shape, fan_in)) for spec in coded}
+    coded = [spec for spec in state.layout if spec.kind in rule.kinds and spec.size]
+    largest = max((spec.size for spec in coded), default=0)
+    return {spec.name: _step(state, spec, kappa * step_factor(spec.shape, largest, fan_in)) for spec in coded}
 
 
 def _step(state: State, spec: TensorSpec, kappa: float) -> float:
-    # At most 2**19 steps to the largest value, and no step below the smallest there is: an error that harms no model.
-    return max(kappa * state.rms(spec.name), state.largest(spec.name) / 2**19, STEP_MIN)
+    # At most so many steps to the largest value, and none below the smallest there is: an error that harms no model.
+    return max(kappa * state.rms(spec.name), state.largest(spec.name) / MOST_STEPS, STEP_MIN)
 
 
 def unlike(reply: State, change: State) -> bool:
@@ -173,7 +180,7 @@ def unlike(reply: State, change: State) -> bool:
 
 MAGIC, VERSION = b"fp8l", 1
 HEAD = struct.Struct("<4sBBBBBBffQH")
-LOSSLESS, HAS_FORMAT, KEPT = 1, 2, 2  # flags, and from which bit on they say how many models to keep
+LOSSLESS, HAS_FORMAT, KEPT, FREQUENCIES = 1, 2, 2, 16  # flags; from bit KEPT on, two say how many models to keep
 
 
 @dataclass(frozen=True)
@@ -188,11 +195,13 @@ class Orders:
     place: int = 0  # of this client in a cell, and how many there are
     strata: int = 1
     lossless: bool = True
+    frequencies: bool = False  # what changed in kernels is wanted as frequencies
     kept: int = 1  # received models to keep, this one included: the next may be coded given them; 0: none
     coded: tuple[str, ...] = ()  # name patterns, where the server has some
 
     def to_bytes(self) -> bytes:
         flags = LOSSLESS * self.lossless | HAS_FORMAT * (self.format_up is not None) | self.kept << KEPT
+        flags |= FREQUENCIES * self.frequencies
         bits = 0 if self.format_up is None else self.format_up.exponent_bits << 4 | self.format_up.mantissa_bits
         patterns = "\n".join(self.coded).encode()
         rounding = ROUNDINGS[self.up].number
@@ -208,11 +217,11 @@ class Orders:
             patterns = bytes(message[HEAD.size : end]).decode()
             format = Format(bits >> 4, bits & 15) if flags & HAS_FORMAT else None
             sound = math.isfinite(kappa) and kappa > 0 and math.isfinite(fan_in) and fan_in >= 0 and place <= last
-            if magic != MAGIC or version != VERSION or flags >> KEPT > REFERENCES or not sound or len(message) < end:
+            if magic != MAGIC or version != VERSION or flags >= 2 * FREQUENCIES or not sound or len(message) < end:
                 raise ValueError(f"it begins with {bytes(message[:5])!r}")
             orders = cls(
                 rounding_of(rounding).name, format, kappa, fan_in, seed, place, last + 1, bool(flags & LOSSLESS),
-                flags >> KEPT, tuple(patterns.split("\n")) if patterns else (),
+                bool(flags & FREQUENCIES), flags >> KEPT & 3, tuple(patterns.split("\n")) if patterns else (),
             )  # fmt: skip
         except (struct.error, ValueError, KeyError) as error:
             raise WireFormatError(

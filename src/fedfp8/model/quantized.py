@@ -20,7 +20,7 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import rms
 from fedfp8.fp8.many import batches, hashed_sum_many
 from fedfp8.fp8.parallel import dither_keys
-from fedfp8.fp8.quantizers import STEP_MIN
+from fedfp8.fp8.quantizers import MOST_STEPS, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.model.state import State, Values
@@ -305,4 +305,4 @@ def _step(
     else:
         raise QuantizationError(f"step_of is {step_of!r}; it must be 'weights' or 'update'")
     # Weights that decayed to almost nothing (1e-38) get the finest step there is: an error of 2**-101 harms no model.
-    return float(np.float32(max(wanted, largest / 2**19, STEP_MIN)))
+    return float(np.float32(max(wanted, largest / MOST_STEPS, STEP_MIN)))

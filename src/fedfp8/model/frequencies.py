@@ -1,0 +1,123 @@
+"""Changes of kernels as frequencies: training moves neighbouring weights alike, so few numbers hold most of a change.
+
+A kernel of a convolution sees neighbouring pixels or samples, and so do the weights with which a layer reads what a
+convolution has left. Their changes are smooth, like a picture: the cosine transform of each block of k x k weights (of
+k in one dimension) puts most of a change into its low frequencies, ten times as large as the high ones. It is
+orthonormal: errors of the frequencies are errors of the weights, of the same size.
+
+Frequencies are tensors of a layout of their own, one for each diagonal i + j, low ones first: on a diagonal all are of
+about the same size. Quantizer, coder and format know nothing of where they come from.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from fedfp8.fp8.quantizers import MOST_STEPS, STEP_MIN
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import State
+
+__all__ = ["from_frequencies", "layout_of_frequencies", "steps_of_frequencies", "to_frequencies"]
+
+FEWEST = 1 << 14  # elements; a smaller tensor has too few to gain
+LARGEST_BLOCK = 64  # weights
+COARSEST = 4.0  # steps of the smallest frequencies, in steps of the tensor
+TINY = 2.0**-126
+Block = tuple[int, ...]  # sides
+
+
+def to_frequencies(state: State) -> State:
+    """The same in the layout of frequencies."""
+    from fedfp8.fp8 import kernels
+
+    found = dict(state)
+    for name, block in _blocks(state.layout).items():
+        basis, counts = _basis(block)
+        blocks = found.pop(name).view(-1, len(basis))
+        rows = torch.empty(blocks.T.shape)
+        kernels.to_frequencies(blocks.numpy(), basis, rows.numpy())
+        names = [spec.name for spec in _parts(name, len(blocks), block)]
+        found |= dict(zip(names, rows.split(counts), strict=True))
+    layout = layout_of_frequencies(state.layout)
+    return State(layout, {spec.name: found[spec.name] for spec in layout})
+
+
+def from_frequencies(state: State, layout: Layout) -> State:
+    """The inverse: the same in `layout`."""
+    from fedfp8.fp8 import kernels
+
+    found = dict(state)
+    for spec in layout:
+        if block := _blocks(layout).get(spec.name):
+            basis, _ = _basis(block)
+            rows = torch.cat([found.pop(part.name) for part in _parts(spec.name, spec.size // len(basis), block)])
+            found[spec.name] = torch.empty(spec.shape)
+            kernels.from_frequencies(rows.numpy(), basis, found[spec.name].view(-1, len(basis)).numpy())
+    return State(layout, {spec.name: found[spec.name] for spec in layout})
+
+
+def steps_of_frequencies(steps: Mapping[str, float], state: State, frequencies: State) -> dict[str, float]:
+    """From the steps of `state`, those of its frequencies: finer where they are large, as noise does more harm there.
+
+    Curvature goes with the square of the change (docs/method.md). The root of the ratio lies between the least harm for
+    the bits up (the ratio itself) and the least error, which the next model down has to pay for (no ratio at all).
+    """
+    found = dict(steps)
+    for name, block in _blocks(state.layout).items():
+        whole, step = state.rms(name), found.pop(name)
+        for part in _parts(name, 1, block):
+            ratio = math.sqrt(whole / max(frequencies.rms(part.name), whole / COARSEST**2, TINY))
+            found[part.name] = max(step * ratio, frequencies.largest(part.name) / MOST_STEPS, STEP_MIN)
+    return found
+
+
+@lru_cache(maxsize=64)
+def layout_of_frequencies(layout: Layout) -> Layout:
+    blocks = _blocks(layout)
+    specs: list[TensorSpec] = []
+    for spec in layout:
+        block = blocks.get(spec.name)
+        specs += [spec] if block is None else _parts(spec.name, spec.size // math.prod(block), block)
+    return Layout(tuple(specs))
+
+
+def _parts(name: str, blocks: int, block: Block) -> list[TensorSpec]:
+    """One for each diagonal; a frequency is a row, with a number for each of `blocks` blocks."""
+    return [TensorSpec(f"{name}~{i}", (count, blocks)) for i, count in enumerate(_basis(block)[1])]
+
+
+@lru_cache(maxsize=64)
+def _blocks(layout: Layout) -> dict[str, Block]:
+    """The tensors that travel as frequencies: kernels, and the weights that read what a convolution has left.
+
+    Those are a matrix right behind a convolution, with k x k inputs for each of its outputs.
+    """
+    found: dict[str, Block] = {}
+    channels = 0  # of the convolution before
+    for spec in layout:
+        if spec.kind not in ("fp8", "float") or len(spec.shape) < 2:
+            continue
+        block = spec.shape[2:]
+        if not block and channels:
+            side = math.isqrt(spec.shape[1] // channels)
+            block = (side, side) if channels * side * side == spec.shape[1] else ()
+        if spec.size >= FEWEST and 1 < math.prod(block) <= LARGEST_BLOCK:
+            found[spec.name] = block
+        channels = spec.shape[0] if len(spec.shape) > 2 else 0
+    return found
+
+
+@lru_cache(maxsize=64)
+def _basis(block: Block) -> tuple[np.ndarray, list[int]]:
+    """(the cosine transform of a block, a row for each frequency by its diagonal; how many there are on each)."""
+    whole = np.ones((1, 1))
+    for side in block:
+        i, j = np.arange(side)[:, None], np.arange(side)
+        rows = np.cos(np.pi * i * (2 * j + 1) / (2 * side)) * np.sqrt(np.where(i, 2, 1) / side)
+        whole = np.kron(whole, rows)
+    diagonal = np.indices(block).sum(0).ravel()
+    order = np.argsort(diagonal, kind="stable")
+    return whole[order].astype(np.float32), np.bincount(diagonal).tolist()
