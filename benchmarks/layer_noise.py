@@ -5,29 +5,33 @@
 Takes the server's model of a run and prints for every weight: its share of all weights, its step down in units of its
 root mean square, and by how much the test loss grows if that noise is added to this weight alone (the mean of noise and
 its negative, so that the slope of the loss falls out). Then the same for all of them, with and without finer steps for
-small layers. With --changes N, N clients train from there: how their changes look as weights and as frequencies, as bits
-a weight of real messages and as the error of a cohort's mean, for several kappas.
+small layers. With --changes N, N clients train from there: how large their changes are by frequency, what noise costs
+there, and what changes need as weights and as frequencies, in bits of real messages, for what error of the mean.
 """
 
 import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from fedfp8.fl import Config
 from fedfp8.fl.checkpoint import RunFolder
 from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.local import learning_rate, local_update
 from fedfp8.link.client import quantize_reply
 from fedfp8.link.wire import SMALL, Orders, step_factor
-from fedfp8.model.frequencies import from_frequencies
+from fedfp8.model.frequencies import from_frequencies, to_frequencies
 from fedfp8.model.quantized import dequantize_state
 from fedfp8.model.state import State
 from fedfp8.nn import load_state, state_of
 from fedfp8.rng import generator
 from fedfp8.wire import encode
+
+CODED = "fp8", "float"
 
 
 def loss_of(model: torch.nn.Module, federation: Federation, state: State, pieces: int) -> float:
@@ -59,12 +63,77 @@ def cost(
     return f"{float(found.mean()):.4f} ± {float(found.std()) / len(pairs) ** 0.5:.4f}"
 
 
-def changes(model: torch.nn.Module, federation: Federation, config, state: State, clients: Iterable[int]):  # type: ignore[no-untyped-def]
-    for client in clients:
-        load_state(model, state)
-        rate = learning_rate(config, 1)
-        local_update(model, federation, client, config.local, rate, generator(config.seed, "noise", client))
-        yield state_of(model)
+def trained(model: torch.nn.Module, federation: Federation, config: Config, state: State, client: int) -> State:
+    load_state(model, state)
+    rate = learning_rate(config, 1)
+    local_update(model, federation, client, config.local, rate, generator(config.seed, "noise", client))
+    return state_of(model)
+
+
+def difference(one: State, other: State) -> State:
+    return State(
+        one.layout, {s.name: one[s.name] - other[s.name] if s.kind in CODED else one[s.name] for s in one.layout}
+    )
+
+
+def print_curvature(
+    model: torch.nn.Module, federation: Federation, state: State, found: list[State], args: argparse.Namespace
+) -> None:
+    """Of every diagonal of frequencies: mean square of the change, and what noise of one size costs a weight there."""
+    there, base = to_frequencies(state), loss_of(model, federation, state, args.pieces)
+    moved = [to_frequencies(difference(one, state)) for one in found]
+    print("\n| diagonal | frequencies | mean square of the change | loss a weight by equal noise | ratio |")
+    print("|---|---|---|---|---|")
+    for spec in there.layout:
+        name, _, diagonal = spec.name.partition("~")
+        if not diagonal:
+            continue
+        size = 0.9 * state.rms(name)  # about four times the noise of a download: enough to be seen
+        losses = []
+        for seed in range(args.draws):
+            noise = size * torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+            for sign in (1, -1):
+                other = State(there.layout, dict(there) | {spec.name: there[spec.name] + sign * noise})
+                losses.append(loss_of(model, federation, from_frequencies(other, state.layout), args.pieces) - base)
+        square = sum(one.rms(spec.name) ** 2 for one in moved) / len(moved)
+        curvature = sum(losses) / len(losses) / spec.size / size**2
+        row = [spec.name, str(spec.shape[0]), f"{square:.2e}", f"{curvature:.2e}", f"{curvature / square:.0f}"]
+        print("|", " | ".join(row), "|", flush=True)
+
+
+def print_rates(state: State, found: list[State], fan_in: float) -> None:
+    """Bits of real messages against the error of the mean of all clients, as weights and as frequencies."""
+    changes = [difference(one, state) for one in found]
+    weights = [s.name for s in to_frequencies(state).layout if s.kind in CODED and len(s.shape) > 1]
+    square = {n: sum(to_frequencies(one).rms(n) ** 2 for one in changes) / len(changes) for n in weights}
+    sizes = {spec.name: spec.size for spec in to_frequencies(state).layout}
+    total = sum(square[n] * sizes[n] for n in weights)
+    rows: dict[tuple[int, bool], tuple[float, float, float]] = {}
+    kappas = 4, 5, 6, 8, 10, 12
+    for kappa, as_frequencies in product(kappas, (False, True)):
+        size, mean = 0, dict.fromkeys(weights, torch.zeros(()))
+        for place, (local, change) in enumerate(zip(found, changes, strict=True)):
+            orders = Orders("dithered", None, kappa, fan_in, 7, place, len(found), frequencies=as_frequencies)
+            q, _ = quantize_reply(local, state, orders)
+            size += len(encode(q))
+            got = dequantize_state(q)
+            wrong = difference(got if as_frequencies else to_frequencies(got), to_frequencies(change))
+            mean = {n: mean[n] + wrong[n] for n in weights}
+        errors = {n: float(mean[n].square().sum()) / len(found) for n in weights}
+        bits = 8 * size / len(found) / state.layout.num_elements
+        rows[kappa, as_frequencies] = bits, sum(errors.values()) / total, sum(errors[n] * square[n] for n in weights)
+    print("\n| kappa up | as weights: bits | error | harm | as frequencies: bits | error | harm |")
+    print("|---|---|---|---|---|---|---|")
+    for kappa in kappas:
+        cells = [
+            f"{bits:.3f} | {error:.2f} | {harm / rows[8, False][2]:.2f}"
+            for bits, error, harm in (rows[kappa, False], rows[kappa, True])
+        ]
+        print("|", kappa, "|", " | ".join(cells), "|")
+    print(
+        "\nerror: of the mean of these clients, times their number, in units of the mean square of a change; harm: "
+        "the same with\nevery frequency's error times the mean square of its change, as a share of that of weights at kappa 8"
+    )
 
 
 def main() -> None:
@@ -81,7 +150,7 @@ def main() -> None:
     config = replace(config, data=replace(config.data, dir=args.data_dir or config.data.dir))
     federation = build(config)
     model, state = federation.network(config), saved.state
-    weights = [spec for spec in state.layout if spec.kind in ("fp8", "float") and len(spec.shape) > 1]
+    weights = [spec for spec in state.layout if spec.kind in CODED and len(spec.shape) > 1]
     largest, total = max(spec.size for spec in weights), sum(spec.size for spec in weights)
     by_inputs = {s.name: min(1.0, step_factor(s.shape, s.size, config.dq.fan_in)) for s in weights}
     by_both = {s.name: step_factor(s.shape, largest, config.dq.fan_in) for s in weights}
@@ -100,32 +169,10 @@ def main() -> None:
         print("|", " | ".join([spec.name, *row]), "|", flush=True)
     row = [cost(model, federation, state, steps(f, by_both), args) for f in (by_inputs, by_both)]
     print(f"| all | 100 % | | {row[0]} | (small: below a {SMALL}th of the largest) | {row[1]} |")
-    if not args.changes:
-        return
-    locals_ = list(changes(model, federation, config, state, range(args.changes)))
-    print("\n| kappa up | bits as weights | error of the mean | bits as frequencies | error of the mean |")
-    print("|---|---|---|---|---|")
-    names = [spec.name for spec in weights]
-    for kappa in (4, 5, 6, 8, 10, 12):
-        row = []
-        for frequencies in (False, True):
-            size, mean = 0, {name: torch.zeros(state[name].shape) for name in names}
-            for place, local in enumerate(locals_):
-                orders = Orders(
-                    "dithered", None, kappa, config.dq.fan_in, 7, place, len(locals_), frequencies=frequencies
-                )
-                q, _ = quantize_reply(local, state, orders)
-                size += len(encode(q))
-                got = dequantize_state(q)
-                got = from_frequencies(got, state.layout) if frequencies else got
-                for name in names:
-                    mean[name] += got[name] - (local[name] - state[name])
-            # of the mean of N clients, times N: the error of one client if they were independent
-            moved = sum(float((one[n] - state[n]).square().sum()) for one in locals_ for n in names)
-            error = sum(float(m.square().sum()) for m in mean.values()) / moved
-            row += [f"{8 * size / len(locals_) / state.layout.num_elements:.3f}", f"{error:.2f}"]
-        print("|", " | ".join([str(kappa), *row]), "|", flush=True)
-    print("\nerror: of the mean of these clients, times their number, in units of the mean square of a change")
+    if args.changes:
+        found = [trained(model, federation, config, state, client) for client in range(args.changes)]
+        print_curvature(model, federation, state, found, args)
+        print_rates(state, found, config.dq.fan_in)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_any_old_strategy(name):
     extra = {"FedProx": {"proximal_mu": 0.1}, "Krum": {"num_malicious_clients": 1}}.get(name, {})
     inner, found = watched(make, **extra)
     strategy = FP8(inner, seed=1)
-    assert strategy.wire.kappa_up == (8.0 if name in ("FedAvgM", "FedProx") else 1.0)
+    assert strategy.wire.kappa_up == (5.0 if name in ("FedAvgM", "FedProx") else 1.0)
     serve(strategy, rounds=2)
     assert all(np.isfinite(array).all() for array in found["model"]) and not found["failures"]
 

@@ -705,7 +705,8 @@ def test_steps_are_chosen_by_the_strategy(caplog):
     """Where updates are compared or normalized the uplink is finer; the user's word counts more; the log says which."""
     for name, make in (inner_strategies() | {"QFedAvg": lambda: strategies.QFedAvg(0.1)}).items():
         averages = name in ("FedAvg", "FedAvgM", "FedProx")
-        assert FP8(make()).wire.kappa_up == (8.0 if averages else 1.0), name
+        assert FP8(make()).wire.kappa_up == (5.0 if averages else 1.0), name
+        assert FP8(make()).wire.frequencies is averages, name
         assert FP8(make(), kappa_up=3).wire.kappa_up == 3
     start(FP8(strategies.FedAdam(), seed=1), rounds=1)
     assert any("kappa_up 1 (FedAdam works with" in one.getMessage() for one in caplog.records)
@@ -1025,7 +1026,7 @@ def test_a_strategy_that_counts_bytes_counts_plain_ones(caplog):
             self.counted += sum(len(array.data) for record in records for array in record.values())
 
     strategy = FP8(Counting(fraction_evaluate=0.0), seed=1)
-    assert strategy.wire.kappa_up == 8.0  # it averages, as the class it derives from
+    assert strategy.wire.kappa_up == 5.0  # it averages, as the class it derives from
     _, grid, _ = start(strategy, make_app(mods=(arrays_size_mod, fp8_mod)), rounds=2)
     assert strategy.counted == sum(one.plain_down + one.plain_up for one in strategy.traffic)
     assert sum(grid.bytes.values()) == sum(one.down + one.up for one in strategy.traffic) < strategy.counted / 5

@@ -81,6 +81,7 @@ def layouts_of_run(folder: Path) -> "list[Layout]":
 
 
 def layouts_of_model(name: str) -> "list[Layout]":
+    from fedfp8.model.frequencies import layout_of_frequencies
     from fedfp8.models import MODELS, build
     from fedfp8.nn import layout_of, prepare
 
@@ -90,7 +91,8 @@ def layouts_of_model(name: str) -> "list[Layout]":
             f"--layout {name} is neither a run folder nor one of {', '.join(MODELS)}; give e.g. lenet:100"
         )
     plain = build(model, int(classes or 10), seed=0)
-    return [layout_of(prepare(build(model, int(classes or 10), seed=0))), layout_of(plain)]
+    found = [layout_of(prepare(build(model, int(classes or 10), seed=0))), layout_of(plain)]
+    return [*found, *map(layout_of_frequencies, found)]
 
 
 def models() -> None:

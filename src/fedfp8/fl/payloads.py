@@ -17,6 +17,7 @@ from fedfp8.fl.federation import FP32
 from fedfp8.fl.simulate import Workers
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.store import write_atomic
+from fedfp8.model.frequencies import layout_of_frequencies, tensor_of
 from fedfp8.model.layout import Layout
 from fedfp8.wire import header, inspect
 
@@ -54,9 +55,10 @@ def keep_payloads(workers: Workers, run: Path, round: int) -> Workers:
 
 
 def message_layouts(config: Config, layout: Layout) -> list[Layout]:
-    """The layouts that messages of a run have: the model's own, and those of links with another format."""
+    """The layouts that messages of a run have: the model's own, those of links with another format, frequencies."""
     wire = wire_for(config, config.qat.format if config.prepared else FP32)
-    return [layout, wire.layout_down(layout), wire.layout_up(layout)]
+    up = wire.layout_up(layout)
+    return [layout, wire.layout_down(layout), up, layout_of_frequencies(up)]
 
 
 def pick(layouts: list[Layout], payload: bytes) -> Layout:
@@ -78,9 +80,14 @@ def write_tensors(folder: Path, layouts: list[Layout]) -> None:
             rows = inspect(data, pick(layouts, data)).rows or ()
         except Fedfp8Error:
             continue
-        for row in rows:
-            elements[row.name] = row.elements
-            found[row.name][file.name.partition("-")[0]].append(row.bits_per_weight)
+        sizes: dict[str, int] = defaultdict(int)
+        bits: dict[str, float] = defaultdict(float)
+        for row in rows:  # the frequencies of a tensor are one
+            sizes[tensor_of(row.name)] += row.elements
+            bits[tensor_of(row.name)] += row.elements * row.bits_per_weight
+        elements |= sizes
+        for name, size in sizes.items():
+            found[name][file.name.partition("-")[0]].append(bits[name] / max(size, 1))
     tensors = {
         name: {"elements": elements[name]} | {way: sum(b) / len(b) if b else 0.0 for way, b in bits.items()}
         for name, bits in found.items()

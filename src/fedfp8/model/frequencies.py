@@ -20,7 +20,7 @@ from fedfp8.fp8.quantizers import MOST_STEPS, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import State
 
-__all__ = ["from_frequencies", "layout_of_frequencies", "steps_of_frequencies", "to_frequencies"]
+__all__ = ["from_frequencies", "layout_of_frequencies", "steps_of_frequencies", "tensor_of", "to_frequencies"]
 
 FEWEST = 1 << 14  # elements; a smaller tensor has too few to gain
 LARGEST_BLOCK = 64  # weights
@@ -82,6 +82,12 @@ def layout_of_frequencies(layout: Layout) -> Layout:
         block = blocks.get(spec.name)
         specs += [spec] if block is None else _parts(spec.name, spec.size // math.prod(block), block)
     return Layout(tuple(specs))
+
+
+def tensor_of(name: str) -> str:
+    """The tensor that a tensor of frequencies is of; any other is its own."""
+    whole, _, diagonal = name.rpartition("~")
+    return whole if whole and diagonal.isdigit() else name
 
 
 def _parts(name: str, blocks: int, block: Block) -> list[TensorSpec]:

@@ -78,6 +78,7 @@ class FP8(Strategy):
         self.inner = Inner(strategy)
         if kappa_up is None and self.inner.wants_fine_steps and isinstance(wire, str):
             kappa_up = FINE
+            settings = {"frequencies": False} | settings  # an update's error is the same in all weights
         chosen = {"kappa_up": kappa_up, "kappa_down": kappa_down, "format_down": format, "format_up": format}
         if isinstance(wire, str):
             settings = {"preserve": wire != "fp32"} | settings
