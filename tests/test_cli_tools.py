@@ -30,7 +30,7 @@ def test_inspect_shows_the_tensors_of_a_kept_message(fedfp8_command, kept: Path)
     content = json.loads(out)
     assert content["bytes"] == payload.stat().st_size
     assert [row["elements"] for row in content["tensors"] if "small" in row["name"]] == [784, 122]  # of 4 and 2 tensors
-    assert len(content["tensors"]) == 16 - 2 - 4 + 2 + 4 + 2  # 3 x 3 frequencies have 5 diagonals, 2 x 2 have 3
+    assert len(content["tensors"]) == 16 - 2 - 4 + 2 + 6  # one of them is 7 diagonals of 4 x 4 frequencies
 
 
 def test_inspect_of_a_link_with_a_format_of_its_own(fedfp8_command, tmp_path: Path) -> None:

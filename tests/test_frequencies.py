@@ -1,17 +1,19 @@
 """Changes as frequencies: the same change in other numbers, fewer bytes, and nothing that a server must trust."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fedfp8 import ClientLink, ServerLink, WireFormatError
+from fedfp8 import ClientLink, LostReference, QuantizationError, ServerLink, WireFormatError
 from fedfp8.link.client import quantize_reply
+from fedfp8.link.store import narrow_codes, pack_message, unpack_message
 from fedfp8.link.wire import Orders
-from fedfp8.model.frequencies import from_frequencies, layout_of_frequencies, steps_of_frequencies, to_frequencies
+from fedfp8.model.frequencies import Frequencies, from_frequencies, layout_of_frequencies, steps_of_frequencies
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.quantized import dequantize_state
+from fedfp8.model.quantized import Remade, dequantize_state, quantize_state
 from fedfp8.model.state import State
 from fedfp8.wire import decode, encode, header
 
@@ -61,7 +63,7 @@ def test_what_travels_as_frequencies() -> None:
 def test_there_and_back() -> None:
     """Orthonormal: lengths stay, and the inverse is the transpose; to float32's rounding of sums of at most 25."""
     state = a_state()
-    there = to_frequencies(state)
+    there = Frequencies(state)
     back = from_frequencies(there, state.layout)
     for name, tensor in state.items():
         # |basis| <= 1, sums of n terms: n + 1 roundings of 2**-24 there, and again back, of at most sqrt(n) max|x|
@@ -77,10 +79,10 @@ def test_smooth_blocks_are_low_frequencies() -> None:
     flat = torch.full((64, 64, 5, 5), 2.0)
     wave = torch.cos(torch.pi * (2 * x + 1) / 10).expand(64, 64, 5, 5).contiguous()  # half a wave from left to right
     layout = Layout((TensorSpec("w", (64, 64, 5, 5)),))
-    there = to_frequencies(State(layout, {"w": flat}))
+    there = Frequencies(State(layout, {"w": flat}))
     assert torch.allclose(there["w~0"], torch.tensor(10.0))  # 25 * 2 / 5
     assert max(float(there[f"w~{i}"].abs().max()) for i in range(1, 9)) < 1e-5
-    there = to_frequencies(State(layout, {"w": wave}))
+    there = Frequencies(State(layout, {"w": wave}))
     assert torch.allclose(there["w~1"][0], torch.tensor(12.5).sqrt())  # all of its length; along rows: first
     assert max(float(there[f"w~{i}"].abs().max()) for i in (0, *range(2, 9))) < 1e-5
     assert float(there["w~1"][1].abs().max()) < 1e-5
@@ -109,37 +111,30 @@ def test_fewer_bytes_and_less_harm() -> None:
     found = {}
     for as_frequencies in (False, True):
         q, _ = quantize_reply(local, received, orders(frequencies=as_frequencies))
-        assert (q.layout.fingerprint == local.layout.fingerprint) is not as_frequencies
+        assert q.layout.fingerprint == local.layout.fingerprint and q.frequencies is as_frequencies
         got = dequantize_state(q)
-        got = from_frequencies(got, local.layout) if as_frequencies else got
-        error = float((got["w"] - (local["w"] - received["w"])).square().mean())
+        wrong = State(local.layout, {n: got[n] - (local[n] - received[n]) for n in local})
         # s^2 / 12 for any values; the mean of 153,600 squares of spread s^2 / sqrt(180) each, five sigma
         counts = (1, 2, 3, 4, 5, 4, 3, 2, 1) if as_frequencies else (25,)
         steps = [q.steps[name] for name in q.steps if name.startswith("w")]
         mean = sum(n * step**2 / 12 for n, step in zip(counts, steps, strict=True)) / 25
-        assert error == pytest.approx(mean, abs=5 * max(steps) ** 2 / np.sqrt(180 * 153_600))
+        assert wrong.rms("w") ** 2 == pytest.approx(mean, abs=5 * max(steps) ** 2 / np.sqrt(180 * 153_600))
         # The harm: error of every frequency, by how large changes are there
-        wrong = to_frequencies(State(local.layout, {"w": got["w"] - (local["w"] - received["w"]), "b": received["b"]}))
-        sizes = to_frequencies(State(local.layout, {"w": local["w"] - received["w"], "b": received["b"]}))
-        harm = sum(float(wrong[n].square().sum()) * sizes.rms(n) ** 2 for n in wrong if n.startswith("w"))
+        errors, sizes = Frequencies(wrong), Frequencies(State(local.layout, {n: local[n] - received[n] for n in local}))
+        harm = sum(float(errors[n].square().sum()) * sizes.rms(n) ** 2 for n in errors if n.startswith("w"))
         found[as_frequencies] = harm, len(encode(q))
     (harm, size), (less, smaller) = found[False], found[True]
     assert smaller < 0.6 * size and less < 0.8 * harm
 
 
-def test_steps_follow_the_size_of_frequencies() -> None:
-    """The root of how much larger the whole is: finer for large ones, at most four times as coarse for others."""
-    weights = State(Layout((TensorSpec("w", (64, 64, 5, 5)),)), {"w": smooth((64, 64, 5, 5), torch.Generator())})
-    frequencies = to_frequencies(weights)
-    steps = steps_of_frequencies({"w": 0.1}, weights, frequencies)
-    for name, step in steps.items():
-        assert step == pytest.approx(0.1 * (weights.rms("w") / frequencies.rms(name)) ** 0.5)
-    assert steps["w~0"] < 0.06 and steps["w~8"] > 0.1
-    flat = State(weights.layout, {"w": torch.ones(64, 64, 5, 5)})
-    steps = steps_of_frequencies({"w": 0.1}, flat, to_frequencies(flat))
-    assert steps["w~8"] == pytest.approx(0.4) and steps["w~0"] == pytest.approx(0.1 / 5**0.5)
-    nothing = State(weights.layout, {"w": torch.zeros(64, 64, 5, 5)})
-    assert min(steps_of_frequencies({"w": 2.0**-100}, nothing, to_frequencies(nothing)).values()) >= 2.0**-100
+def test_steps_grow_with_frequency() -> None:
+    """From 0.7 to 2.1 times the tensor's, a factor at a time; never below what 2**19 of them to the largest need."""
+    state = a_state({"w": (64, 64, 5, 5), "v": (64, 64, 11), "m": (3, 3)})
+    steps = steps_of_frequencies({"w": 0.1, "v": 1.0, "m": 2.0}, state)
+    assert [steps[f"w~{i}"] for i in (0, 4, 8)] == pytest.approx([0.07, 0.07 * 3**0.5, 0.21])
+    assert (steps["v~0"], steps["v~10"], steps["m"]) == pytest.approx((0.7, 2.1, 2.0))
+    assert steps_of_frequencies({"w": 2.0**-100, "v": 0.0}, state)["w~8"] == 5 * state.largest("w") / 2**19
+    assert set(steps_of_frequencies({"w": 0.0, "v": 0.0}, state).values()) == {0.0}  # all zero
 
 
 def test_a_change_far_beyond_its_step_has_room() -> None:
@@ -148,8 +143,33 @@ def test_a_change_far_beyond_its_step_has_room() -> None:
     local["w"][3, 5] += 0.5
     q, _ = quantize_reply(local, received, orders(kappa_up=1e-6))
     assert max(int(codes.abs().max()) for codes in q.codes.values()) > 2**18  # more than 2**20 would be refused
-    got = from_frequencies(dequantize_state(q), local.layout)
+    got = dequantize_state(q)
     assert float((got["w"] - (local["w"] - received["w"])).abs().max()) < 1e-4
+
+
+def test_messages_hold_frequencies_of_a_layout_that_says_nothing_of_them() -> None:
+    received, local = a_change()
+    q, _ = quantize_reply(local, received, orders())
+    for with_layout in (False, True):
+        payload = encode(q, with_layout=with_layout)
+        assert header(payload).frequencies and header(payload).layout_fingerprint == local.layout.fingerprint
+        back = decode(payload, None if with_layout else local.layout)
+        assert all(torch.equal(back.codes[name], q.codes[name]) for name in q.codes) and back.steps == q.steps
+    # References are in the same form, whichever side has them
+    held = Remade(q)
+    again = quantize_state(
+        dequantize_state(q), seed=3, rounding="dithered", step=0.001, change=True, together=True, frequencies=True
+    )
+    payload = encode(again, references=[held])
+    assert len(payload) < 0.9 * len(encode(again))
+    assert torch.equal(decode(payload, local.layout, references=[held]).codes["w~0"], again.codes["w~0"])
+    with pytest.raises(WireFormatError, match="of another model"):
+        encode(again, references=[local])
+    unpacked, _ = unpack_message(pack_message(narrow_codes(q), held.quick_fingerprint))
+    assert Remade(unpacked).quick_fingerprint == held.quick_fingerprint
+    for rounding in ("stochastic", "none"):
+        with pytest.raises(QuantizationError, match="belong to 'dithered'"):
+            quantize_state(local, rounding=rounding, frequencies=True)
 
 
 # Links
@@ -174,7 +194,7 @@ def test_a_server_takes_both() -> None:
         local = trained(received)
         given = local if whole else {"conv.weight": local["conv.weight"]}
         reply = client.reply(given)
-        assert header(reply).has_layout is not whole
+        assert header(reply).has_layout is not whole and header(reply).frequencies is told
         update = server.receive("a", reply)
         assert set(update) == set(given)
         moved, wanted = update["conv.weight"] - model["conv.weight"], local["conv.weight"] - received["conv.weight"]
@@ -187,8 +207,7 @@ def test_a_reply_in_frequencies_is_checked_like_any_other() -> None:
     server, client = ServerLink("dq", seed=3), ClientLink()
     received = client.receive(server.broadcast(a_model(1), ["a"])["a"])
     reply = client.reply(trained(received))
-    layout = layout_of_frequencies(server.round.model.layout)  # type: ignore[union-attr]
-    message = decode(reply, layout)
+    message = decode(reply, server.round.model.layout)  # type: ignore[union-attr]
     for wrong in ("seed", "place"):
         forged = encode(replace(message, strata=2, **{wrong: 1}))
         with pytest.raises(WireFormatError, match="another round"):
@@ -203,6 +222,41 @@ def test_a_reply_in_frequencies_is_checked_like_any_other() -> None:
         with pytest.raises(WireFormatError):
             server.receive("a", reply[:cut])
     assert bool(server.receive("a", reply)["conv.weight"].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["memory", "store", "packed", "saved"])
+def test_models_down_are_frequencies_too(kind: str, tmp_path: Path) -> None:
+    """Given a start and the last visits, wherever a client keeps them; what it works with are weights."""
+    start, state = a_model(1), a_model(1)
+    server, client = ServerLink("dq", seed=3, start=start), ClientLink(start=start)
+    if kind == "store":
+        client = ClientLink(start=start, store=tmp_path)
+    elif kind == "packed":
+        client = ClientLink(start=start, packed=())
+    for _ in range(4):
+        message = server.broadcast(state, ["a"])["a"]
+        payload = Orders.split(message)[1]
+        assert header(payload).frequencies and header(payload).reference_fingerprints
+        assert len(message) < 48 * 32 * 25 * 0.35  # bytes a weight
+        received = client.receive(message)
+        # What the server takes a client to work with is what it works with, bit for bit
+        assert server.round is not None
+        assert torch.equal(server.round.sent("a")["conv.weight"], received["conv.weight"])
+        # 0.36 for a lone client: noise of at most 0.21 / sqrt(12) of the rms, up to 2.1 times that
+        rms = float(state["conv.weight"].square().mean().sqrt())
+        assert (
+            float((received["conv.weight"] - state["conv.weight"]).square().mean().sqrt()) < 0.36 * 2.1 / 12**0.5 * rms
+        )
+        if kind == "saved":
+            saved, client = client.state_dict(), ClientLink(start=start)
+            client.load_state_dict(saved)
+        state = server.receive("a", client.reply(trained(received)))
+        if kind == "store":
+            client = ClientLink(start=start, store=tmp_path)
+        elif kind == "packed":
+            client = ClientLink(start=start, packed=client.packed)
+    with pytest.raises(LostReference):
+        ClientLink(start=start).receive(server.broadcast(state, ["a"])["a"])
 
 
 def test_orders_say_it_in_a_bit() -> None:

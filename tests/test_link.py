@@ -529,7 +529,7 @@ def test_a_store_outlives_the_process(tmp_path: Path) -> None:
     server.receive("a", client.reply(client.receive(server.broadcast(state, ["a"])["a"])))
     message = server.broadcast(trained(state, 1), ["a"])["a"]
     assert header(Orders.split(message)[1]).reference_fingerprint is not None
-    (tmp_path / "received.safetensors").write_bytes(b"damaged")
+    (tmp_path / "received.bin").write_bytes(b"damaged")
     with pytest.raises(LostReference):
         ClientLink(store=tmp_path).receive(message)
 
@@ -589,7 +589,7 @@ def test_a_model_that_is_sent_twice_is_one_visit() -> None:
 
 def test_a_client_that_lost_one_of_its_visits_is_sent_the_whole_model(tmp_path: Path) -> None:
     server, _, _ = visiting(ClientLink(store=tmp_path), 3)
-    (tmp_path / "received-1.safetensors").unlink()
+    (tmp_path / "received-1.bin").unlink()
     client, state = ClientLink(store=tmp_path), trained(model(), 3, 1e-4)
     with pytest.raises(LostReference):
         client.receive(server.broadcast(state, ["a"])["a"])

@@ -247,7 +247,7 @@ def test_a_relay_gives_the_next_client_the_model_of_the_last(fed: Federation) ->
 def test_a_lost_reference_is_healed_within_the_task(fed: Federation, logged: pytest.LogCaptureFixture) -> None:
     start = model()
     fed.update("site-1", fed.reply("site-1", moved(fed.receive("site-1", fed.message("site-1", start)))))
-    next(fed.folder.rglob("received.safetensors")).unlink()
+    next(fed.folder.rglob("received.bin")).unlink()
     fed.restart("site-1")
     received = fed.receive("site-1", fed.message("site-1", moved(start), round=1))
     assert "asking for it whole" in logged.text
@@ -285,7 +285,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_server_that_cannot_send_the_whole_model_is_an_error_that_says_so(fed: Federation) -> None:
     start = model()
     fed.update("site-1", fed.reply("site-1", moved(fed.receive("site-1", fed.message("site-1", start)))))
-    next(fed.folder.rglob("received.safetensors")).unlink()
+    next(fed.folder.rglob("received.bin")).unlink()
     fed.restart("site-1")
     message = fed.message("site-1", moved(start), round=1)
     fed.site("site-1")[0].server = lambda *_: make_reply(ReturnCode.COMMUNICATION_ERROR)

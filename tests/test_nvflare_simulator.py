@@ -30,7 +30,7 @@ SENDS_NONSENSE = """
 """
 LOSES_ITS_MODEL = """
     import pathlib
-    for file in pathlib.Path.cwd().rglob("received.safetensors"):
+    for file in pathlib.Path.cwd().rglob("received.bin"):
         if site == 0 and received.current_round == 1 and "site-1" in str(file):
             file.unlink()
 """

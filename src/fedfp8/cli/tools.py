@@ -81,7 +81,6 @@ def layouts_of_run(folder: Path) -> "list[Layout]":
 
 
 def layouts_of_model(name: str) -> "list[Layout]":
-    from fedfp8.model.frequencies import layout_of_frequencies
     from fedfp8.models import MODELS, build
     from fedfp8.nn import layout_of, prepare
 
@@ -91,8 +90,7 @@ def layouts_of_model(name: str) -> "list[Layout]":
             f"--layout {name} is neither a run folder nor one of {', '.join(MODELS)}; give e.g. lenet:100"
         )
     plain = build(model, int(classes or 10), seed=0)
-    found = [layout_of(prepare(build(model, int(classes or 10), seed=0))), layout_of(plain)]
-    return [*found, *map(layout_of_frequencies, found)]
+    return [layout_of(prepare(build(model, int(classes or 10), seed=0))), layout_of(plain)]
 
 
 def models() -> None:

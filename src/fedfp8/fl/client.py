@@ -14,6 +14,8 @@ from fedfp8.fl.wires import shares_start, wire_for
 from fedfp8.link.client import read_message, write_reply
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders
+from fedfp8.model.frequencies import Frequencies
+from fedfp8.model.layout import Layout
 from fedfp8.model.quantized import QuantState, dequantize_state
 from fedfp8.model.state import State, Values
 from fedfp8.nn import layout_of, load_state, set_rounding, state_of
@@ -59,6 +61,7 @@ class Client:
         self.config, self.federation, self.held = config, federation, held
         self.networks: dict[str, nn.Module] = {}
         self.start = state_of(self.network(federation.formats[0])) if shares_start(config) else None
+        self._starts: dict[tuple[bytes, bool], Values] = {}
         self._decoded: tuple[str, bytes, QuantState, State] | None = None  # format, payload and what is in it
 
     def train(self, assignment: Assignment) -> Reply:
@@ -89,7 +92,7 @@ class Client:
             layout = wire_for(self.config, format).layout_down(layout_of(self.network(format)))
             head = header(assignment.payload)
             wanted = head.reference_fingerprints
-            start = self.start.with_layout(layout) if self.start is not None else None
+            start = self._start_for(layout, head.frequencies)
             known: list[Values] = []
             known += [start] if start is not None and fingerprint_of(start, head.version) in wanted else []
             if len(known) < len(wanted):
@@ -97,6 +100,16 @@ class Client:
             message = read_message(assignment.payload, [layout], known)
             self._decoded = format, assignment.payload, message, dequantize_state(message)
         return self._decoded[3]
+
+    def _start_for(self, layout: Layout, frequencies: bool) -> Values | None:
+        """The start as a reference; the same object every time, since it remembers its fingerprint."""
+        if self.start is None:
+            return None
+        key = layout.fingerprint, frequencies
+        if key not in self._starts:
+            start = self.start.with_layout(layout)
+            self._starts[key] = Frequencies(start) if frequencies else start
+        return self._starts[key]
 
     @property
     def message(self) -> QuantState:

@@ -17,7 +17,7 @@ from fedfp8.fl.federation import FP32
 from fedfp8.fl.simulate import Workers
 from fedfp8.fl.wires import wire_for
 from fedfp8.link.store import write_atomic
-from fedfp8.model.frequencies import layout_of_frequencies, tensor_of
+from fedfp8.model.frequencies import tensor_of
 from fedfp8.model.layout import Layout
 from fedfp8.wire import header, inspect
 
@@ -55,10 +55,9 @@ def keep_payloads(workers: Workers, run: Path, round: int) -> Workers:
 
 
 def message_layouts(config: Config, layout: Layout) -> list[Layout]:
-    """The layouts that messages of a run have: the model's own, those of links with another format, frequencies."""
+    """The layouts that messages of a run have: the model's own, and those of links with another format."""
     wire = wire_for(config, config.qat.format if config.prepared else FP32)
-    up = wire.layout_up(layout)
-    return [layout, wire.layout_down(layout), up, layout_of_frequencies(up)]
+    return [layout, wire.layout_down(layout), wire.layout_up(layout)]
 
 
 def pick(layouts: list[Layout], payload: bytes) -> Layout:

@@ -11,9 +11,10 @@ from flwr.app import Array, ArrayRecord, Context
 
 from fedfp8.errors import Fedfp8Error
 from fedfp8.flower.blob import array_of_blob
+from fedfp8.link.store import narrow_codes
 from fedfp8.model.layout import Layout
-from fedfp8.model.quantized import dequantize_state
-from fedfp8.model.state import State
+from fedfp8.model.quantized import Remade
+from fedfp8.model.state import Values
 from fedfp8.wire import decode
 
 __all__ = ["ClientCache"]
@@ -27,12 +28,12 @@ class ClientCache:
     def __init__(self, context: Context) -> None:
         self.records = context.state.array_records
 
-    def get(self, client: str, layout: Layout | None) -> list[State]:
+    def get(self, client: str, layout: Layout | None) -> list[Values]:
         """The models of `client`, newest first, as far as they are still there and of this layout."""
-        entries, found = self._entries(), []
+        entries, found = self._entries(), list[Values]()
         for key in self._keys(entries, client):
             with suppress(Fedfp8Error):  # damaged, or of another run's model: as good as lost
-                found.append(dequantize_state(decode(entries[key].data, layout)))
+                found.append(Remade(narrow_codes(decode(entries[key].data, layout))))
         return found
 
     def put(self, client: str, payload: bytes, round: int, *, kept: int, rounds: int) -> None:

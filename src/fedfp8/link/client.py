@@ -6,7 +6,6 @@ model.load_state_dict(client.receive(payload))      # LostReference: ask the ser
 reply = client.reply(model.state_dict())
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +15,11 @@ import torch
 
 from fedfp8.errors import Fedfp8Error, LostReference, QuantizationError, RunError, WireFormatError
 from fedfp8.link.arrays import Arrays, numpy_of, state_of_arrays, tensors_of, torch_of
-from fedfp8.link.store import narrow_codes, pack_message, read_state, unpack_message, write_state
+from fedfp8.link.store import narrow_codes, pack_message, unpack_message, write_atomic
 from fedfp8.link.wire import Orders, steps_of, unlike
-from fedfp8.model.frequencies import steps_of_frequencies, to_frequencies
+from fedfp8.model.frequencies import Frequencies
 from fedfp8.model.layout import Layout
-from fedfp8.model.quantized import QuantState, Remade, dequantize_state, quantize_state
+from fedfp8.model.quantized import QuantState, Remade, dequantize_form, dequantize_state, quantize_state
 from fedfp8.model.rounding import ROUNDINGS
 from fedfp8.model.state import State, Values
 from fedfp8.wire import decode, encode, header
@@ -54,14 +53,12 @@ def read_message(payload: bytes, layouts: Iterable[Layout], references: Iterable
 
 def write_reply(local: State, received: Values, orders: Orders, *, whole: bool = True) -> bytes:
     """A client's model as it is sent back, given the one it received. whole: it has all the tensors of that one."""
-    q, reference = quantize_reply(local, received, orders, whole=whole)
+    q, reference = quantize_reply(local, received, orders)
     references = () if reference is None else (reference,)
     return encode(q, references=references, lossless=orders.lossless, with_layout=not whole)
 
 
-def quantize_reply(
-    local: State, received: Values, orders: Orders, *, whole: bool = True
-) -> tuple[QuantState, Values | None]:
+def quantize_reply(local: State, received: Values, orders: Orders) -> tuple[QuantState, Values | None]:
     """(what is sent, the reference it is coded with). Dithered: the change, on a grid of its own."""
     rule = ROUNDINGS[orders.up]
     if not rule.has_steps:
@@ -71,13 +68,10 @@ def quantize_reply(
     moved = State(local.layout, {name: change.get(name, tensor) for name, tensor in local.items()})
     is_change = not unlike(local, moved)
     state = moved if is_change else local
-    steps = steps_of(state, orders.up, orders.kappa_up, orders.fan_in)
-    if orders.frequencies and is_change and whole and steps is not None:
-        weights, state = state, to_frequencies(state)
-        steps = steps_of_frequencies(steps, weights, state)
     q = quantize_state(
         state, seed=orders.seed, rounding=orders.up, place=orders.place, strata=orders.strata, change=is_change,
-        together=True, step=steps,
+        together=True, frequencies=orders.frequencies,
+        step=steps_of(state, orders.up, orders.kappa_up, orders.fan_in),
     )  # fmt: skip
     return q, None
 
@@ -104,8 +98,9 @@ class ClientLink:
         self.start = start() if callable(start) else start
         self.store = None if store is None else Path(store)
         self.arrays = arrays
-        self.visits: list[Values] = []  # models received, newest first: as many as the server said to keep
-        self._received: State | None = None  # the last one, for the reply
+        self.visits: list[Remade] = []  # models received, newest first: as many as the server said to keep
+        self._last: Remade | None = None  # the last one, for the reply, and its values
+        self._received: State | None = None
         self.packed = None if packed is None else list(packed)  # the same as bytes
         self._orders: Orders | None = None
         if self.store is not None:
@@ -113,9 +108,11 @@ class ClientLink:
         self._read()
 
     @property
-    def held(self) -> Values | None:
+    def held(self) -> State | None:
         """The model received last."""
-        return self._received or (self.visits[0] if self.visits else None)
+        if self._received is None and self._last is not None:
+            self._received = dequantize_state(self._last.q)
+        return self._received
 
     def receive(self, message: bytes, *, copy: bool = True) -> dict[str, Any]:
         """The model in a message; raises LostReference if the server has to send it whole. Nothing changes then.
@@ -124,37 +121,41 @@ class ClientLink:
         """
         orders, payload = Orders.split(message)
         start = None if self.start is None else state_of_arrays(self.start, orders.format_up, orders.coded)
-        known = self.visits if start is None else [*self.visits, start]
+        known: list[Values] = list(self.visits)
+        layouts = [visit.q.layout for visit in self.visits]
+        if start is not None:
+            known.append(Frequencies(start) if header(payload).frequencies else start)
+            layouts.append(start.layout)
         _check_size(payload)
-        content = read_message(payload, [state.layout for state in known], known)
+        content = read_message(payload, layouts, known)
         kept = narrow_codes(content)
-        received = dequantize_state(content, consume=True)
-        self._remember(received, kept, orders)
+        form = dequantize_form(content, consume=True)
+        received = content.restored(form)
+        self._remember(Remade(kept, fingerprint=form.quick_fingerprint), received, orders)
         tensors = tensors_of(received)
         if copy:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return {name: numpy_of(t) for name, t in tensors.items()} if self.arrays == "numpy" else tensors
 
-    def _remember(self, received: State, message: QuantState, orders: Orders) -> None:
+    def _remember(self, visit: Remade, received: State, orders: Orders) -> None:
         """As many models as the server counts on; one that was sent twice (to evaluate, then to train) is one.
 
         What is kept are the messages, about a byte a weight; the values of the last one are there for the reply.
         """
-        name = received.quick_fingerprint
-        again = self.held is not None and self.held.quick_fingerprint == name
-        self._orders, self._received = orders, received
-        self.visits = [Remade(message, fingerprint=name), *self.visits[again:]][: orders.kept]
+        again = self._last is not None and self._last.quick_fingerprint == visit.quick_fingerprint
+        self._orders, self._last, self._received = orders, visit, received
+        self.visits = [visit, *self.visits[again:]][: orders.kept]
         if self.packed is not None:
-            self.packed = [pack_message(message, name), *self.packed[again:]][: orders.kept] if orders.kept else []
+            self.packed = [_packed(visit), *self.packed[again:]][: orders.kept] if orders.kept else []
         if self.store is not None and orders.kept and not again:
             for number in reversed(range(1, orders.kept)):
                 with suppress(FileNotFoundError):
                     self._file(number - 1).replace(self._file(number))
-            write_state(self._file(0), received)
+            write_atomic(self._file(0), _packed(visit))
 
     def _file(self, number: int) -> Path:
         assert self.store is not None
-        return self.store / f"received{f'-{number}' if number else ''}.safetensors"
+        return self.store / f"received{f'-{number}' if number else ''}.bin"
 
     def reply(self, arrays: Arrays) -> bytes:
         """The bytes to send back: `arrays` given what was received. Some of its tensors may be left out."""
@@ -199,36 +200,38 @@ class ClientLink:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the client holds, as named tensors, also between `receive` and `reply`."""
-        if self.held is None:
+        if self._last is None:
             return {}
-        held = self.visits or [self.held]
-        orders = b"" if self._orders is None else self._orders.to_bytes()
-        meta = {"layouts": [state.layout.to_bytes().decode() for state in held], "orders": orders.hex()}
-        text = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
-        tensors = {f"{i}/{name}": tensor for i, state in enumerate(held) for name, tensor in state.items()}
-        return {"meta": text} | tensors
+        found = {str(i): _packed(one) for i, one in enumerate(self.visits or [self._last])}
+        if self._orders is not None:
+            found["orders"] = self._orders.to_bytes()
+        return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in found.items()}
 
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
         try:
-            self.visits, self._orders, self._received = [], None, None
-            if "meta" in saved:
-                meta = json.loads(saved["meta"].numpy().tobytes())
-                for i, text in enumerate(meta["layouts"]):
-                    layout = Layout.from_bytes(text.encode())
-                    self.visits.append(State(layout, {s.name: saved[f"{i}/{s.name}"].contiguous() for s in layout}))
-                self._orders = Orders.split(bytes.fromhex(meta["orders"]))[0] if meta["orders"] else None
-        except (KeyError, ValueError, TypeError) as error:
+            found = {name: tensor.numpy().tobytes() for name, tensor in saved.items()}
+            orders = found.pop("orders", b"")
+            visits = [_unpacked(found[str(i)]) for i in range(len(found))]
+            self._orders = Orders.split(orders)[0] if orders else None
+            self.visits, self._last, self._received = visits, visits[0] if visits else None, None
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise RunError(f"this is not the state of a ClientLink: {error}; give what state_dict returned") from None
 
     def _read(self) -> None:
         files = [] if self.store is None else [self._file(number) for number in range(REFERENCES)]
-        for file in files:
+        for packed in (*(file.read_bytes() for file in files if file.exists()), *(self.packed or ())):
             with suppress(Fedfp8Error):  # damaged: as good as lost
-                self.visits += [read_state(file)] if file.exists() else []
-        for packed in self.packed or ():
-            with suppress(Fedfp8Error):
-                content, fingerprint = unpack_message(packed)
-                self.visits.append(Remade(content, fingerprint=fingerprint))
+                self.visits.append(_unpacked(packed))
+        self._last = self.visits[0] if self.visits else None
+
+
+def _packed(visit: Remade) -> bytes:
+    return pack_message(visit.q, visit.quick_fingerprint)
+
+
+def _unpacked(packed: bytes) -> Remade:
+    content, fingerprint = unpack_message(packed)
+    return Remade(content, fingerprint=fingerprint)
 
 
 def _check_size(payload: bytes) -> None:

@@ -47,6 +47,7 @@ def _how(state: State, entry: Entry, wire: Wire, root: int, place: int = 0) -> d
         "place": place if wire.has_places else 0,
         "strata": entry.strata if wire.has_places else 1,
         "together": wire.has_places,
+        "frequencies": wire.as_frequencies,
     }
 
 
@@ -98,7 +99,7 @@ class History:
             return quantize_as(self._describe(number, wire, place), self._model_down(number, wire))
 
     def sent(self, number: int, wire: Wire, place: int) -> Values:
-        """What a client at `place` decoded in the round of model `number`."""
+        """What a client at `place` was sent in the round of model `number`, in the form that travelled."""
         with self._lock:
             key = number, wire, place if wire.has_places else 0
             state = self._model_down(number, wire)

@@ -10,7 +10,7 @@ import torch
 from fedfp8.errors import RunError, WireFormatError
 from fedfp8.link.history import Entry
 from fedfp8.link.wire import Orders, Wire, unlike
-from fedfp8.model.frequencies import from_frequencies, layout_of_frequencies
+from fedfp8.model.frequencies import from_frequencies
 from fedfp8.model.layout import Layout
 from fedfp8.model.quantized import QuantState, dequantize_state
 from fedfp8.model.state import State, Values
@@ -63,15 +63,17 @@ class Round:
         return payload
 
     def sent(self, client: Client) -> Values:
-        """What a client decodes, or did."""
-        return self.link.history.sent(self.entry.number, self.wires[client], self.places[client])
+        """What a client works with, or did."""
+        wire = self.wires[client]
+        sent = self.link.history.sent(self.entry.number, wire, self.places[client])
+        return from_frequencies(sent, wire.layout_down(self.model.layout)) if wire.as_frequencies else sent
 
     def orders(self, client: Client) -> Orders:
         link, wire = self.link, self.wires[client]
         return Orders(
             wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
             wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless,
-            wire.frequencies and wire.sends_changes, self.kept(client), link.coded,
+            wire.as_frequencies, self.kept(client), link.coded,
         )  # fmt: skip
 
     def kept(self, client: Client) -> int:
@@ -84,18 +86,13 @@ class Round:
             raise WireFormatError(f"client {client!r} is not of this round; its reply came too late or unasked")
         self.traffic["up"][client] = self.traffic["up"].get(client, 0) + len(payload)
         wire = self.wires[client]
-        head, layout = header(payload), wire.layout_up(self.model.layout)
-        frequencies = layout_of_frequencies(layout)
-        if head.has_layout:
-            expected = _part_of(checked_body(payload, None)[1], layout)
-        else:
-            expected = frequencies if head.layout_fingerprint == frequencies.fingerprint else layout
-        references = () if head.reference_fingerprint is None else (self.sent(client),)
-        message = decode(payload, expected, references=references)
+        layout = wire.layout_up(self.model.layout)
+        if header(payload).has_layout:
+            layout = _part_of(checked_body(payload, None)[1], layout)
+        references = () if header(payload).reference_fingerprint is None else (self.sent(client),)
+        message = decode(payload, layout, references=references)
         self._check(client, wire, message)
         update = dequantize_state(message, consume=True)
-        if expected is frequencies:
-            update = from_frequencies(update, layout)
         if message.change:
             base = self.model if wire.preserve else self.sent(client)
             update = _moved(update, lambda name, change: change.add_(base[name]))
@@ -141,7 +138,7 @@ class Round:
                     references.append(self.link.history.sent(number, wire, at))
                 except RunError as error:  # a damaged file: the message does without
                     self.notes[number] = f"{error}; until then messages do without it"
-            references += [self.link.start.with_layout(message.layout)] if start and self.link.start else []
+            references += [self.link.start_for(message)] if start else []
             references = references[:REFERENCES]
         known = bool(references) or start or self.link.layout_known
         payload = encode(message, references=references, lossless=wire.lossless, with_layout=not known)

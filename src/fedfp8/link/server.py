@@ -25,7 +25,8 @@ from fedfp8.link.history import Entry, History
 from fedfp8.link.round import Client, Round, Visit
 from fedfp8.link.wire import Wire, wire_named
 from fedfp8.model.layout import Layout
-from fedfp8.model.state import State
+from fedfp8.model.quantized import QuantState
+from fedfp8.model.state import State, Values
 from fedfp8.rng import generator
 
 __all__ = ["ServerLink"]
@@ -63,6 +64,7 @@ class ServerLink:
         self.history = History(self.seed, None if folder is None else Path(folder))
         self.ranges: dict[str, float] = {}  # of FP8 codes, where the caller chose them
         self.start = self._state(start() if callable(start) else start) if start is not None else None
+        self._starts: dict[tuple[bytes, bool], Values] = {}
         self.frame: Frame | None = None
         self.held: dict[Client, tuple[Visit, ...]] = {}  # what each client holds, newest first
         self.losses: dict[Client, int] = {}
@@ -176,6 +178,14 @@ class ServerLink:
 
     def has_start(self, client: Client) -> bool:
         return self.start is not None and client not in self.without_start
+
+    def start_for(self, message: QuantState) -> Values:
+        """The start as a reference for a message; the same object every time, since it remembers its fingerprint."""
+        assert self.start is not None
+        key = message.layout.fingerprint, message.frequencies
+        if key not in self._starts:
+            self._starts[key] = message.formed(self.start.with_layout(message.layout))
+        return self._starts[key]
 
     def _current(self) -> Round:
         if self.round is None:

@@ -24,7 +24,7 @@ from fedfp8.model.state import State
 __all__ = ["narrow_codes", "pack_message", "read_state", "unpack_message", "write_atomic", "write_state"]
 
 DAMAGED = "what was kept of the last model is damaged; it counts as lost"
-HOW = ("rounding", "seed", "place", "strata", "change", "together")  # of a message, besides its tensors and steps
+HOW = ("rounding", "seed", "place", "strata", "change", "together", "frequencies")  # of a message
 WIDTHS = (torch.int8, torch.int16, torch.int32)  # of the codes of a tensor: the first that holds them all
 
 
@@ -70,7 +70,7 @@ def pack_message(q: QuantState, fingerprint: bytes) -> bytes:
 
     fingerprint: of the values it stands for, so that they need not be made to find out.
     """
-    tensors = [q.rest[spec.name] if spec.name in q.rest else q.codes[spec.name] for spec in q.layout]
+    tensors = [q.rest[spec.name] if spec.name in q.rest else q.codes[spec.name] for spec in q.form]
     tensors = [tensor.contiguous().view(-1) for tensor in tensors]
     meta = {
         "layout": q.layout.to_bytes().decode(), "steps": {n: s.hex() for n, s in q.steps.items()},
@@ -116,7 +116,7 @@ def _unpacked(data: bytes) -> tuple[QuantState, bytes]:
     steps = {name: float.fromhex(step) for name, step in meta["steps"].items()}
     q = QuantState(layout, steps=steps, **{key: meta[key] for key in HOW})
     everything, tensors = _bytes(body), []
-    for spec, name in zip(layout, meta["dtypes"], strict=True):
+    for spec, name in zip(q.form, meta["dtypes"], strict=True):
         dtype = getattr(torch, name)
         end = position + spec.size * dtype.itemsize
         if end > len(body):

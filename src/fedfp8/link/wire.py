@@ -48,7 +48,7 @@ class Wire:
     kappa_down: float = 0.8
     kappa_up: float = 5.0
     fan_in: float = 228.0  # inputs from which on a layer that is not small gets the whole kappa; 0: all tensors get it
-    frequencies: bool = True  # dithered: what changed in kernels goes up as frequencies, of which most are small
+    frequencies: bool = True  # dithered: kernels travel as frequencies, of which most change little
     strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
     preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
     lossless: bool = True
@@ -77,6 +77,11 @@ class Wire:
     def has_places(self) -> bool:
         """Whether what a client receives depends on its place in the cohort."""
         return ROUNDINGS[self.down].has_steps
+
+    @property
+    def as_frequencies(self) -> bool:
+        """Whether kernels travel as frequencies: where both directions are dithered, since codes know none."""
+        return self.frequencies and self.has_places and self.sends_changes
 
     @property
     def kept(self) -> int:
@@ -195,7 +200,7 @@ class Orders:
     place: int = 0  # of this client in a cell, and how many there are
     strata: int = 1
     lossless: bool = True
-    frequencies: bool = False  # what changed in kernels is wanted as frequencies
+    frequencies: bool = False  # kernels are wanted as frequencies
     kept: int = 1  # received models to keep, this one included: the next may be coded given them; 0: none
     coded: tuple[str, ...] = ()  # name patterns, where the server has some
 

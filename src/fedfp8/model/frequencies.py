@@ -1,4 +1,4 @@
-"""Changes of kernels as frequencies: training moves neighbouring weights alike, so few numbers hold most of a change.
+"""Kernels as frequencies: training moves neighbouring weights alike, so few numbers hold most of what changes.
 
 A kernel of a convolution sees neighbouring pixels or samples, and so do the weights with which a layer reads what a
 convolution has left. Their changes are smooth, like a picture: the cosine transform of each block of k x k weights (of
@@ -6,7 +6,8 @@ k in one dimension) puts most of a change into its low frequencies, ten times as
 orthonormal: errors of the frequencies are errors of the weights, of the same size.
 
 Frequencies are tensors of a layout of their own, one for each diagonal i + j, low ones first: on a diagonal all are of
-about the same size. Quantizer, coder and format know nothing of where they come from.
+about the same size. Quantizer and coder know nothing of where they come from. Sums are taken in a fixed order, so that
+the same weights have the same frequencies on every machine.
 """
 
 import math
@@ -18,34 +19,43 @@ import torch
 
 from fedfp8.fp8.quantizers import MOST_STEPS, STEP_MIN
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.state import State
+from fedfp8.model.state import State, Values
 
-__all__ = ["from_frequencies", "layout_of_frequencies", "steps_of_frequencies", "tensor_of", "to_frequencies"]
+__all__ = ["Frequencies", "from_frequencies", "layout_of_frequencies", "steps_of_frequencies", "tensor_of"]
 
 FEWEST = 1 << 14  # elements; a smaller tensor has too few to gain
 LARGEST_BLOCK = 64  # weights
-COARSEST = 4.0  # steps of the smallest frequencies, in steps of the tensor
-TINY = 2.0**-126
+LOW, HIGH = 0.7, 2.1  # steps of the lowest and of the highest frequencies, in steps of the tensor
 Block = tuple[int, ...]  # sides
 
 
-def to_frequencies(state: State) -> State:
-    """The same in the layout of frequencies."""
+class Frequencies(Values):
+    """The values of a state in the layout of frequencies, made when they are asked for."""
+
+    def __init__(self, state: Values) -> None:
+        self.state, self.layout = state, layout_of_frequencies(state.layout)
+        self._made: dict[str, torch.Tensor] = {}  # those of the tensor that was asked for last
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        whole = tensor_of(name)
+        if whole == name or whole not in (blocks := _blocks(self.state.layout)):
+            return self.state[name]
+        if name not in self._made:
+            self._made = _parted(whole, self.state[whole], blocks[whole])
+        return self._made[name]
+
+
+def _parted(name: str, tensor: torch.Tensor, block: Block) -> dict[str, torch.Tensor]:
     from fedfp8.fp8 import kernels
 
-    found = dict(state)
-    for name, block in _blocks(state.layout).items():
-        basis, counts = _basis(block)
-        blocks = found.pop(name).view(-1, len(basis))
-        rows = torch.empty(blocks.T.shape)
-        kernels.to_frequencies(blocks.numpy(), basis, rows.numpy())
-        names = [spec.name for spec in _parts(name, len(blocks), block)]
-        found |= dict(zip(names, rows.split(counts), strict=True))
-    layout = layout_of_frequencies(state.layout)
-    return State(layout, {spec.name: found[spec.name] for spec in layout})
+    basis, counts = _basis(block)
+    blocks = tensor.view(-1, len(basis))
+    rows = torch.empty(blocks.T.shape)
+    kernels.to_frequencies(blocks.numpy(), basis, rows.numpy())
+    return dict(zip((spec.name for spec in _parts(name, len(blocks), block)), rows.split(counts), strict=True))
 
 
-def from_frequencies(state: State, layout: Layout) -> State:
+def from_frequencies(state: Values, layout: Layout) -> State:
     """The inverse: the same in `layout`."""
     from fedfp8.fp8 import kernels
 
@@ -59,18 +69,17 @@ def from_frequencies(state: State, layout: Layout) -> State:
     return State(layout, {spec.name: found[spec.name] for spec in layout})
 
 
-def steps_of_frequencies(steps: Mapping[str, float], state: State, frequencies: State) -> dict[str, float]:
-    """From the steps of `state`, those of its frequencies: finer where they are large, as noise does more harm there.
+def steps_of_frequencies(steps: Mapping[str, float], state: State) -> dict[str, float]:
+    """From the steps of a state's tensors, those of its frequencies: finer where noise does more harm (docs/method.md).
 
-    Curvature goes with the square of the change (docs/method.md). The root of the ratio lies between the least harm for
-    the bits up (the ratio itself) and the least error, which the next model down has to pay for (no ratio at all).
+    Curvature goes with the square of the change, which is ten times as large for low frequencies as for high ones.
     """
     found = dict(steps)
     for name, block in _blocks(state.layout).items():
-        whole, step = state.rms(name), found.pop(name)
-        for part in _parts(name, 1, block):
-            ratio = math.sqrt(whole / max(frequencies.rms(part.name), whole / COARSEST**2, TINY))
-            found[part.name] = max(step * ratio, frequencies.largest(part.name) / MOST_STEPS, STEP_MIN)
+        step, parts = found.pop(name), _parts(name, 1, block)
+        finest = max(state.largest(name) * math.sqrt(math.prod(block)) / MOST_STEPS, STEP_MIN) if step else 0.0
+        for i, part in enumerate(parts):
+            found[part.name] = max(step * LOW * (HIGH / LOW) ** (i / (len(parts) - 1)), finest)
     return found
 
 

@@ -21,6 +21,7 @@ from fedfp8.fp8 import rms
 from fedfp8.fp8.many import batches, hashed_sum_many
 from fedfp8.fp8.parallel import dither_keys
 from fedfp8.fp8.quantizers import MOST_STEPS, STEP_MIN
+from fedfp8.model.frequencies import Frequencies, from_frequencies, layout_of_frequencies, steps_of_frequencies
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.rounding import ROUNDINGS, Draw, Item
 from fedfp8.model.state import State, Values
@@ -30,6 +31,7 @@ __all__ = [
     "QuantState",
     "Remade",
     "Small",
+    "dequantize_form",
     "dequantize_state",
     "describe",
     "quantize_as",
@@ -54,6 +56,20 @@ class QuantState:
     strata: int = 1
     change: bool = False  # codes are of local - received, and what is in `rest` is absolute (dithered only)
     together: bool = False  # small tensors are quantized and coded as one, in units of their steps (dithered only)
+    frequencies: bool = False  # kernels travel as frequencies: codes and steps are of those (dithered only)
+
+    @cached_property
+    def form(self) -> Layout:
+        """The tensors that travel: those of the layout, or their frequencies."""
+        return layout_of_frequencies(self.layout) if self.frequencies else self.layout
+
+    def formed(self, values: Values) -> Values:
+        """`values` of the layout as the tensors that travel."""
+        return Frequencies(values) if self.frequencies else values
+
+    def restored(self, state: State) -> State:
+        """The inverse: what travelled as tensors of the layout."""
+        return from_frequencies(state, self.layout) if self.frequencies else state
 
     def batches(self) -> Iterator[Sequence[tuple[int, TensorSpec]]]:
         """The coded tensors and their indices, some at a time, but for those that are one."""
@@ -69,7 +85,7 @@ class QuantState:
     def coded(self) -> list[tuple[int, TensorSpec]]:
         """The tensors that travel as codes, with their indices."""
         kinds = ROUNDINGS[self.rounding].kinds
-        return [(index, spec) for index, spec in enumerate(self.layout) if spec.kind in kinds]
+        return [(index, spec) for index, spec in enumerate(self.form) if spec.kind in kinds]
 
     @cached_property
     def small(self) -> "tuple[Small, ...]":
@@ -139,13 +155,15 @@ def describe(
     strata: int = 1,
     change: bool = False,
     together: bool = False,
+    frequencies: bool = False,
 ) -> QuantState:
     """All of a quantized state but its codes.
 
     For "dithered", `step` is a multiple of each tensor's rms, or of the rms of its change against `reference` with
     ``step_of="update"``, or a mapping name -> absolute step. place and strata are those of :func:`fedfp8.dither`.
     change: marks `state` as one of differences; nothing is subtracted here. together: tensors below SMALL elements
-    share their random bits and are coded as one.
+    share their random bits and are coded as one. frequencies: kernels travel as frequencies, with steps that follow
+    from theirs.
     """
     if rounding not in ROUNDINGS:
         raise QuantizationError(f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
@@ -154,16 +172,21 @@ def describe(
         raise QuantizationError(
             f"step={step!r} with rounding={rounding!r}; a step belongs to 'dithered', which needs one"
         )
-    if not rule.has_steps and (place, strata, change, together) != (0, 1, False, False):
+    if not rule.has_steps and (place, strata, change, together, frequencies) != (0, 1, False, False, False):
         raise QuantizationError(
-            f"place={place}, strata={strata}, change={change}, together={together} with rounding={rounding!r}; they "
-            "belong to 'dithered'"
+            f"place={place}, strata={strata}, change={change}, together={together}, frequencies={frequencies} with "
+            f"rounding={rounding!r}; they belong to 'dithered'"
         )
     dither_keys(seed, place, strata)  # refuses places that do not exist, even where every tensor is zero
-    q = QuantState(state.layout, rounding, seed, place=place, strata=strata, change=change, together=together)
+    q = QuantState(
+        state.layout, rounding, seed, place=place, strata=strata, change=change, together=together,
+        frequencies=frequencies,
+    )  # fmt: skip
     q.rest.update({spec.name: state[spec.name] for spec in state.layout if spec.kind not in rule.kinds})
     if rule.has_steps:
-        steps = {spec.name: _step(spec, state, step, step_of, reference) for _, spec in q.coded}
+        coded = [spec for spec in state.layout if spec.kind in rule.kinds]
+        steps = {spec.name: _step(spec, state, step, step_of, reference) for spec in coded}
+        steps = steps_of_frequencies(steps, state) if frequencies else steps
         q.steps.update(short_steps(steps) if together else steps)
     return q
 
@@ -182,19 +205,19 @@ def quantize_state(state: State, **how: Any) -> QuantState:
 
 def quantize_as(q: QuantState, state: State) -> QuantState:
     """`q` with the codes of `state`, which it describes."""
-    found: dict[str, torch.Tensor] = {}
+    found, values = dict[str, torch.Tensor](), q.formed(state)
     for batch in q.batches():
-        items = [q.item(index, spec, state[spec.name].view(-1)) for index, spec in batch]
+        items = [q.item(index, spec, values[spec.name].view(-1)) for index, spec in batch]
         codes = ROUNDINGS[q.rounding].quantize_batch(items)
         found.update(zip((spec.name for _, spec in batch), codes, strict=True))
     for small in q.small:
-        found |= small.quantize(q, state)
+        found |= small.quantize(q, values)
     q.codes.update({spec.name: found[spec.name] for _, spec in q.coded})
     return q
 
 
 class Remade(Values):
-    """What a receiver works with, made tensor by tensor when it is asked for: a reference that takes little memory.
+    """What travelled, made tensor by tensor when it is asked for: a reference that takes little memory.
 
     source: the values that are quantized on the way; None: the codes are in `q`, in integers of any width. sums: what
     is known of the values' fingerprint, and room for what is found; None: `fingerprint` is theirs.
@@ -207,7 +230,8 @@ class Remade(Values):
         sums: dict[str, int] | None = None,
         fingerprint: bytes | None = None,
     ) -> None:
-        self.q, self.source, self.layout, self._known = q, source, q.layout, sums
+        self.q, self.layout, self._known = q, q.form, sums
+        self.source = None if source is None else q.formed(source)
         self._index = {spec.name: (index, spec) for index, spec in q.coded}
         if fingerprint is not None:
             self.__dict__["quick_fingerprint"] = fingerprint
@@ -259,6 +283,11 @@ class Remade(Values):
 
 def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
     """The values the receiver works with. consume: the codes are taken from `q`, so that both are never in memory."""
+    return q.restored(dequantize_form(q, consume=consume))
+
+
+def dequantize_form(q: QuantState, *, consume: bool = False) -> State:
+    """The same in the form that travelled."""
     rule, found = ROUNDINGS[q.rounding], dict(q.rest)
     take = q.codes.pop if consume else q.codes.__getitem__
     for batch in q.batches():
@@ -267,7 +296,7 @@ def dequantize_state(q: QuantState, *, consume: bool = False) -> State:
             found[spec.name] = flat.view(spec.shape)
     for small in q.small:
         found |= small.parts(small.dequantize(q, {spec.name: take(spec.name) for spec in small.specs}))
-    return State(q.layout, {spec.name: found[spec.name] for spec in q.layout})
+    return State(q.form, {spec.name: found[spec.name] for spec in q.form})
 
 
 def _step(

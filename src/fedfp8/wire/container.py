@@ -44,7 +44,8 @@ FINGERPRINT = 8
 CHECKSUM = 8  # bytes; the last ones of a payload
 REFERENCES = 3  # at most, in a message
 HAS_REFERENCE, HAS_LAYOUT = 1, 2  # flags of version 1; bits 2 and 3 are the rounding, the others must be 0
-HAS_LAYOUT_2, IS_CHANGE, TOGETHER = 4, 8, 16  # flags of version 2; bits 0 and 1 count the references, 5 to 7 must be 0
+# Flags of version 2; bits 0 and 1 count the references, 6 and 7 must be 0
+HAS_LAYOUT_2, IS_CHANGE, TOGETHER, FREQUENCIES = 4, 8, 16, 32
 LAYOUT_LIMIT = 1 << 24  # bytes of a layout once decompressed: far above any model, far below harm
 AGAIN = "the message is damaged or cut short: ask the sender for it again"
 
@@ -63,6 +64,7 @@ class Header:
     strata: int = 1
     change: bool = False
     together: bool = False
+    frequencies: bool = False
 
     @property
     def reference_fingerprint(self) -> bytes | None:
@@ -120,7 +122,7 @@ def varint(value: int) -> bytes:
 
 def version_of(q: QuantState, references: int) -> int:
     """Of a message of `q` that is coded given this many references."""
-    return 2 if q.strata > 1 or q.change or q.together or references > 1 else 1
+    return 2 if q.strata > 1 or q.change or q.together or q.frequencies or references > 1 else 1
 
 
 def fingerprint_of(state: Values, version: int) -> bytes:
@@ -131,13 +133,14 @@ def fingerprint_of(state: Values, version: int) -> bytes:
 def write_header(q: QuantState, references: Sequence[Values], with_layout: bool) -> bytes:
     if not 0 <= q.seed < 2**63:
         raise WireFormatError(f"seed is {q.seed}; a payload's seed has 63 bits: use fedfp8.rng.derive_seed")
-    _check_place(q.rounding, q.place, q.strata, q.change, q.together, "use quantize_state")
+    _check_place(q.rounding, q.place, q.strata, (q.change, q.together, q.frequencies), "use quantize_state")
     rounding, count = ROUNDINGS[q.rounding].number, len(references)
     version = version_of(q, count)
     if version == 1:
         start = bytes([1, count * HAS_REFERENCE | with_layout * HAS_LAYOUT | rounding << 2])
     else:
         flags = count | with_layout * HAS_LAYOUT_2 | q.change * IS_CHANGE | q.together * TOGETHER
+        flags |= q.frequencies * FREQUENCIES
         start = bytes([2, flags, rounding, q.place, q.strata - 1])
     named = (fingerprint_of(state, version) for state in references)
     head = b"".join([MAGIC, start, q.layout.fingerprint, q.seed.to_bytes(8, "little"), *named])
@@ -147,12 +150,12 @@ def write_header(q: QuantState, references: Sequence[Values], with_layout: bool)
     return head + varint(len(packed)) + packed
 
 
-def _check_place(rounding: str, place: int, strata: int, change: bool, together: bool, advice: str) -> None:
+def _check_place(rounding: str, place: int, strata: int, marks: tuple[bool, ...], advice: str) -> None:
     if not (1 <= strata <= STRATA_MAX and 0 <= place < strata):
         raise WireFormatError(f"place {place} of {strata} strata; places go from 0 to strata - 1; {advice}")
-    if not ROUNDINGS[rounding].has_steps and (strata > 1 or change or together):
+    if not ROUNDINGS[rounding].has_steps and (strata > 1 or any(marks)):
         raise WireFormatError(
-            f"strata {strata}, change {change}, together {together} with rounding {rounding}; only dithered has them; "
+            f"strata {strata}; change, together, frequencies {marks} with rounding {rounding}; only dithered has them; "
             f"{advice}"
         )
 
@@ -175,24 +178,27 @@ def header(payload: bytes) -> Header:
         raise WireFormatError(
             f"payload version is {version}; this fedfp8 reads versions 1 and {VERSION}: update the older side"
         )
-    if flags >> 3 + version:
-        raise WireFormatError(f"flags are {flags:#04x}; bits {3 + version} to 7 are 0 in version {version}; {AGAIN}")
-    place, strata, change, together = 0, 1, False, False
+    if flags >> 2 + 2 * version:
+        raise WireFormatError(
+            f"flags are {flags:#04x}; bits {2 + 2 * version} to 7 are 0 in version {version}; {AGAIN}"
+        )
+    place, strata, marks = 0, 1, (False, False, False)
     if version == 1:
         rounding, references, has_layout = flags >> 2, flags & HAS_REFERENCE, bool(flags & HAS_LAYOUT)
     else:
         rounding, place, more = r.take(3, "rounding, place and strata")
         strata, references = more + 1, flags & 3
-        has_layout, change, together = (bool(flags & bit) for bit in (HAS_LAYOUT_2, IS_CHANGE, TOGETHER))
+        has_layout = bool(flags & HAS_LAYOUT_2)
+        marks = bool(flags & IS_CHANGE), bool(flags & TOGETHER), bool(flags & FREQUENCIES)
         if rounding >= len(ROUNDINGS):
             raise WireFormatError(f"rounding is {rounding}; version {version} has 0 to {len(ROUNDINGS) - 1}; {AGAIN}")
-        _check_place(rounding_of(rounding).name, place, strata, change, together, AGAIN)
+        _check_place(rounding_of(rounding).name, place, strata, marks, AGAIN)
     layout = bytes(r.take(FINGERPRINT, "layout fingerprint"))
     seed = int.from_bytes(r.take(8, "seed"), "little")
     if seed >> 63:
         raise WireFormatError(f"seed is {seed}, above 63 bits; {AGAIN}")
     named = tuple(bytes(r.take(FINGERPRINT, "reference fingerprint")) for _ in range(references))
-    return Header(version, rounding_of(rounding).name, seed, layout, named, has_layout, place, strata, change, together)
+    return Header(version, rounding_of(rounding).name, seed, layout, named, has_layout, place, strata, *marks)
 
 
 def verified(payload: bytes) -> tuple[Header, Reader]:

@@ -92,13 +92,13 @@ def inspect(payload: bytes, layout: Layout | None = None) -> Inspection:
     head, layout, reader = checked_body(payload, layout)
     q = read_plain(head, layout, reader)
     rows = _coded_rows(q, len(head.reference_fingerprints), reader)
-    for spec in layout:
+    for spec in q.form:
         if spec.kind not in ROUNDINGS[head.rounding].kinds:
             tensor = q.rest[spec.name]
             value = float(tensor) if spec.kind == "range" and spec.size == 1 else None
             rows[spec.name] = Row(spec.name, spec.kind, "as is", spec.size, tensor.nbytes, None, value)
     reader.finish()
-    return Inspection(head, len(payload), tuple(rows[spec.name] for spec in layout if spec.name in rows))
+    return Inspection(head, len(payload), tuple(rows[spec.name] for spec in q.form if spec.name in rows))
 
 
 def _coded_rows(q: QuantState, references: int, reader: Reader) -> dict[str, Row]:

@@ -13,6 +13,7 @@ import torch
 from fedfp8.errors import QuantizationError, WireFormatError
 from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.fp8.quantizers import STEP_MAX, STEP_MIN
+from fedfp8.model.frequencies import layout_of_frequencies
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.quantized import QuantState
 from fedfp8.model.rounding import ROUNDINGS
@@ -53,7 +54,7 @@ def encode(
     if len(given) > REFERENCES:
         raise WireFormatError(f"{len(given)} references; a message is coded given at most {REFERENCES}")
     for state in given:
-        _check_reference(q.layout, state)
+        _check_reference(q.form, state)
     coded = [codec.encode(plan, codec.codes_of(plan, q), lossless) for plan in codec.plans(q, given) if not plan.empty]
     asked = {codec.reference_of(mode) for mode, _ in coded}
     used = [i for i in range(len(given)) if asked & {i, codec.ALL}]  # the receiver need not have the others
@@ -75,10 +76,10 @@ def _write_coded(coded: list[tuple[int, bytes]], used: list[int]) -> Iterator[by
 
 
 def _write_plain(q: QuantState) -> Iterator[bytes | memoryview]:
-    for spec in q.layout:
+    for spec in q.form:
         if spec.name in q.rest:
             tensor = q.rest[spec.name]
-            _check_rest(spec, tensor, _is_alpha(q.layout, q.rounding, spec), QuantizationError)
+            _check_rest(spec, tensor, _is_alpha(q.form, q.rounding, spec), QuantizationError)
             yield tensor.contiguous().view(-1).numpy().data if spec.size else b""
     steps = np.array([q.steps[spec.name] for _, spec in q.coded if q.steps], dtype="<f4")
     yield steps.view("<u2")[1::2].tobytes() if q.together else steps.tobytes()  # the upper halves
@@ -97,7 +98,8 @@ def decode(
     the sender used (`header`) must be among them. reference: a single one.
     """
     head, layout, reader = checked_body(payload, layout)
-    used = _find_references(head, layout, held(reference, references))
+    form = layout_of_frequencies(layout) if head.frequencies else layout
+    used = _find_references(head, form, held(reference, references))
     q, found = read_plain(head, layout, reader), dict[str, torch.Tensor]()
     for plan, mode, data in records(q, used, reader):
         codes = np.zeros(plan.size, plan.dtype) if mode is None else codec.decode(plan, mode, data)
@@ -111,13 +113,13 @@ def read_plain(head: Header, layout: Layout, reader: Reader) -> QuantState:
     """Everything before the coded tensors: ranges, other tensors that travel as they are, and steps."""
     q = QuantState(
         layout, head.rounding, head.seed, place=head.place, strata=head.strata, change=head.change,
-        together=head.together,
+        together=head.together, frequencies=head.frequencies,
     )  # fmt: skip
-    for spec in layout:
+    for spec in q.form:
         if spec.kind not in ROUNDINGS[head.rounding].kinds:
-            q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(layout, head.rounding, spec))
+            q.rest[spec.name] = _read_rest(spec, reader, _is_alpha(q.form, head.rounding, spec))
     if ROUNDINGS[head.rounding].has_steps:
-        q.steps.update(_read_steps(layout, reader, head.together))
+        q.steps.update(_read_steps(q.form, reader, head.together))
     return q
 
 
@@ -146,7 +148,7 @@ def _is_alpha(layout: Layout, rounding: str, spec: TensorSpec) -> bool:
 
 def _check_complete(q: QuantState) -> None:
     rule = ROUNDINGS[q.rounding]
-    coded, wanted = [s for s in q.layout if s.kind in rule.kinds], rule.codes
+    coded, wanted = [s for s in q.form if s.kind in rule.kinds], rule.codes
     for spec in coded:
         codes = q.codes.get(spec.name)
         if codes is None or codes.dtype != wanted or codes.shape != (spec.size,) or not codes.is_contiguous():
@@ -162,7 +164,7 @@ def _check_complete(q: QuantState) -> None:
                 )
             if step == 0.0 and bool(codes.any()):
                 raise QuantizationError(f"step of {spec.name!r} is 0 but its codes are not all 0; use quantize_state")
-    if len(q.codes) != len(coded) or len(q.codes) + len(q.rest) != len(q.layout):
+    if len(q.codes) != len(coded) or len(q.codes) + len(q.rest) != len(q.form):
         raise QuantizationError("a QuantState must hold every tensor of its layout once, as codes or as rest")
 
 
