@@ -30,34 +30,39 @@ with atheris.instrument_imports(
 
 from fedfp8 import E4M3, Format
 from fedfp8.errors import WireFormatError
+from fedfp8.model.frequencies import Frequencies
 from fedfp8.model.quantized import quantize_state
-from fedfp8.model.state import State
-from wire_cases import assert_same, many_small, small_model, small_state
+from fedfp8.model.state import State, Values
+from wire_cases import a_kernel, assert_same, many_small, small_model, small_state
 
-LAYOUTS = [small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130), many_small()]
-REFERENCES = [[small_state(layout, i, 0.5 * i) for i in range(3)] for layout in LAYOUTS]
+LAYOUTS = [
+    small_model(E4M3), small_model(Format(2, 1), 3, 1), small_model(Format(5, 2), 130, 130), many_small(), a_kernel(),
+]  # fmt: skip
+STATES = [[small_state(layout, i, 0.5 * i) for i in range(3)] for layout in LAYOUTS]
+REFERENCES = [[*states, *map(Frequencies, states)] for states in STATES]  # in both forms
 
 
-def parts(data: bytes) -> tuple[Layout | None, list[State], bytes]:
+def parts(data: bytes) -> tuple[Layout | None, list[Values], bytes]:
     choice = data[0] if data else 0
-    layout, references = LAYOUTS[choice % 4], REFERENCES[choice % 4]
+    layout, references = LAYOUTS[choice % 64 % 5], REFERENCES[choice % 64 % 5]
     return (None if choice & 64 else layout), ([] if choice & 128 else references), data[1:]
 
 
-def patched(payload: bytes, layout: Layout | None, references: list[State]) -> bytes:
+def patched(payload: bytes, layout: Layout | None, references: list[Values]) -> bytes:
     """Fingerprints and checksum made right where the header has room for them, so that decoding gets past them."""
     body = bytearray(payload)
     if len(body) >= 49:
         version = 1 + body[4] % 2
         start = 6 if version == 1 else 9  # of the layout fingerprint
         body[:5] = container.MAGIC + bytes([version])
-        body[5] &= 15 if version == 1 else 31
+        body[5] &= 15 if version == 1 else 63
         body[start + 15] &= 127
         if layout is not None:
             body[start : start + 8] = layout.fingerprint
         if references:
             for i in range(body[5] & (1 if version == 1 else 3)):
-                body[start + 16 + 8 * i : start + 24 + 8 * i] = container.fingerprint_of(references[i], version)
+                state = references[i + (3 if version > 1 and body[5] & container.FREQUENCIES else 0)]
+                body[start + 16 + 8 * i : start + 24 + 8 * i] = container.fingerprint_of(state, version)
     return container.seal(bytes(body))
 
 
@@ -72,24 +77,27 @@ def one_input(data: bytes) -> None:
             q = wire.decode(payload, layout, references=references)
         except WireFormatError:
             continue
-        given = references if q.layout == layout else []
+        given = [state for state in references if state.layout == q.form][:3] if q.layout == layout else []
         assert_same(wire.decode(wire.encode(q, references=given), q.layout, references=given), q)
 
 
 def write_seeds(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for index, layout in enumerate(LAYOUTS):
-        near, far = small_state(layout, 1, 0.05), REFERENCES[index][2]
+        near, far = small_state(layout, 1, 0.05), STATES[index][2]
         second = layout.tensors[1].name
         new = State(layout, {**near.tensors, second: far[second] + 0.01})  # a mix is best, and the third
         for rounding in ("none", "nearest", "stochastic", "dithered"):
             dithered = rounding == "dithered"
-            for strata, together in ((1, False), (7, False), (7, True)) if dithered else ((1, False),):
-                where = {"place": strata - 1, "strata": strata, "change": strata > 1, "together": together}
+            kinds = {"": (1, {}), "-7": (7, {}), "-7-together": (7, {"together": True})}
+            kinds["-7-frequencies"] = 7, {"together": True, "frequencies": True}
+            for kind, (strata, marks) in kinds.items() if dithered else [("", (1, {}))]:
+                where = {"place": strata - 1, "strata": strata, "change": strata > 1} | marks
+                states = REFERENCES[index][3:] if "frequencies" in marks else STATES[index]
                 q = quantize_state(new, seed=5, rounding=rounding, step=0.3 if dithered else None, **where)
                 for name, references, options in (
-                    ("reference", REFERENCES[index][:1], {}),
-                    ("references", REFERENCES[index], {}),
+                    ("reference", states[:1], {}),
+                    ("references", states, {}),
                     ("alone", [], {"with_layout": True}),
                     ("raw", [], {"lossless": False}),
                 ):
@@ -97,8 +105,7 @@ def write_seeds(folder: Path) -> None:
                     # `patched` writes the version from the parity of this byte
                     payload = payload[:4] + bytes([payload[4] - 1]) + payload[5:]
                     choice = index + (64 if options.get("with_layout") else 0)
-                    kind = f"{index}-{rounding}-{strata}{'-together' * together}-{name}"
-                    (folder / kind).write_bytes(bytes([choice]) + payload)
+                    (folder / f"{index}-{rounding}{kind}-{name}").write_bytes(bytes([choice]) + payload)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from fedfp8 import E4M3, E5M2, Format, wire
+from fedfp8.model.frequencies import Frequencies
 from fedfp8.model.layout import Layout, TensorSpec
-from fedfp8.model.quantized import QuantState, quantize_state
-from fedfp8.model.state import State
+from fedfp8.model.quantized import QuantState, Remade, quantize_state
+from fedfp8.model.state import State, Values
 from fedfp8.wire.container import Reader, checked_body
 from fedfp8.wire.message import read_plain, records
 from fedfp8.wire.steps import GAPS
-from wire_cases import assert_same, many_small, small_model, small_state
+from wire_cases import a_kernel, assert_same, many_small, small_model, small_state
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parents[1] / "docs" / "wire-format.md"
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": Format(2, 1)}
 
 
-Case = tuple[QuantState, tuple[State, ...], bytes]
+Case = tuple[QuantState, tuple[Values, ...], bytes]
 
 
 def cases() -> dict[str, Case]:
@@ -70,6 +71,7 @@ def _version_2() -> dict[str, Case]:
         "v2-change-gaps": _gaps(change=True),
         "v2-strata-gaps": _gaps(change=False),
         "v2-together": _together(),
+        "v2-frequencies": _frequencies(),
         "v1-one-of-three-references": (
             fp8,
             (last,),
@@ -113,6 +115,16 @@ def _together() -> Case:
     new = State(layout, {**new.tensors, "b": torch.zeros(40)})
     q = quantize_state(new, seed=20261117, rounding="dithered", step=0.3, place=2, strata=5, together=True)
     return q, (start, last), wire.encode(q, references=(start, last))
+
+
+def _frequencies() -> Case:
+    """Kernels and the layer behind them, given the frequencies of a start and what was sent before."""
+    layout = a_kernel()
+    start, last, new = small_state(layout), small_state(layout, 1, 0.3), small_state(layout, 1, 0.35)
+    how = {"rounding": "dithered", "step": 1.5, "place": 2, "strata": 5, "together": True, "frequencies": True}
+    given = Frequencies(start), Remade(quantize_state(last, seed=1, **how))  # type: ignore[arg-type]
+    q = quantize_state(new, seed=20261117, **how)  # type: ignore[arg-type]
+    return q, given, wire.encode(q, references=given)
 
 
 def _large() -> Case:
@@ -173,6 +185,7 @@ def test_golden_payloads_meet_every_mode_of_version_2() -> None:
         "v2-change-gaps": (2, ["static", "static"]),
         "v2-strata-gaps": (2, ["reference", "reference"]),
         "v2-together": (2, ["mix", "mix"]),  # those that are coded alone
+        "v2-frequencies": (2, [*["mix"] * 4, "reference 1", "mix", "mix", "reference 1", "mix"]),  # 5 and 3 diagonals
     }
     for name in ("v2-change-gaps", "v2-strata-gaps"):
         q, given, payload = CASES[name]

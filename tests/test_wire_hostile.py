@@ -194,7 +194,7 @@ def test_header_fields_are_named(at: int, value: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "words"),
     [
-        (5, 0x2A, "flags"),
+        (5, 0x4A, "flags"),
         (5, 0x8A, "flags"),
         (5, 0x0E, "layout section"),
         (6, 4, "rounding is 4"),

@@ -39,6 +39,12 @@ def many_small() -> Layout:
     return Layout(tuple(TensorSpec(name, shape) for name, shape in shapes.items()))
 
 
+def a_kernel() -> Layout:
+    """One that travels as frequencies, the layer behind it, which does too, and one that does not."""
+    shapes = {"conv": (32, 64, 3, 3), "bias": (32,), "fc": (128, 32 * 4), "last": (10, 128)}
+    return Layout(tuple(TensorSpec(name, shape) for name, shape in shapes.items()))
+
+
 def small_state(layout: Layout, seed: int = 0, move: float = 0.0, alpha: float = 2.0) -> State:
     """Values for any layout; `move` is how far they are from those of move=0, in their own scale."""
     tensors = {}
