@@ -24,9 +24,9 @@ from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.local import learning_rate, local_update
 from fedfp8.link.client import quantize_reply
 from fedfp8.link.wire import SMALL, Orders, step_factor
-from fedfp8.model.frequencies import from_frequencies, to_frequencies
+from fedfp8.model.frequencies import Frequencies, from_frequencies
 from fedfp8.model.quantized import dequantize_state
-from fedfp8.model.state import State
+from fedfp8.model.state import State, Values
 from fedfp8.nn import load_state, state_of
 from fedfp8.rng import generator
 from fedfp8.wire import encode
@@ -70,7 +70,7 @@ def trained(model: torch.nn.Module, federation: Federation, config: Config, stat
     return state_of(model)
 
 
-def difference(one: State, other: State) -> State:
+def difference(one: Values, other: Values) -> State:
     return State(
         one.layout, {s.name: one[s.name] - other[s.name] if s.kind in CODED else one[s.name] for s in one.layout}
     )
@@ -80,8 +80,8 @@ def print_curvature(
     model: torch.nn.Module, federation: Federation, state: State, found: list[State], args: argparse.Namespace
 ) -> None:
     """Of every diagonal of frequencies: mean square of the change, and what noise of one size costs a weight there."""
-    there, base = to_frequencies(state), loss_of(model, federation, state, args.pieces)
-    moved = [to_frequencies(difference(one, state)) for one in found]
+    there, base = Frequencies(state), loss_of(model, federation, state, args.pieces)
+    moved = [Frequencies(difference(one, state)) for one in found]
     print("\n| diagonal | frequencies | mean square of the change | loss a weight by equal noise | ratio |")
     print("|---|---|---|---|---|")
     for spec in there.layout:
@@ -104,9 +104,9 @@ def print_curvature(
 def print_rates(state: State, found: list[State], fan_in: float) -> None:
     """Bits of real messages against the error of the mean of all clients, as weights and as frequencies."""
     changes = [difference(one, state) for one in found]
-    weights = [s.name for s in to_frequencies(state).layout if s.kind in CODED and len(s.shape) > 1]
-    square = {n: sum(to_frequencies(one).rms(n) ** 2 for one in changes) / len(changes) for n in weights}
-    sizes = {spec.name: spec.size for spec in to_frequencies(state).layout}
+    weights = [s.name for s in Frequencies(state).layout if s.kind in CODED and len(s.shape) > 1]
+    square = {n: sum(Frequencies(one).rms(n) ** 2 for one in changes) / len(changes) for n in weights}
+    sizes = {spec.name: spec.size for spec in Frequencies(state).layout}
     total = sum(square[n] * sizes[n] for n in weights)
     rows: dict[tuple[int, bool], tuple[float, float, float]] = {}
     kappas = 4, 5, 6, 8, 10, 12
@@ -117,7 +117,7 @@ def print_rates(state: State, found: list[State], fan_in: float) -> None:
             q, _ = quantize_reply(local, state, orders)
             size += len(encode(q))
             got = dequantize_state(q)
-            wrong = difference(got if as_frequencies else to_frequencies(got), to_frequencies(change))
+            wrong = difference(Frequencies(got), Frequencies(change))
             mean = {n: mean[n] + wrong[n] for n in weights}
         errors = {n: float(mean[n].square().sum()) / len(found) for n in weights}
         bits = 8 * size / len(found) / state.layout.num_elements
@@ -131,8 +131,8 @@ def print_rates(state: State, found: list[State], fan_in: float) -> None:
         ]
         print("|", kappa, "|", " | ".join(cells), "|")
     print(
-        "\nerror: of the mean of these clients, times their number, in units of the mean square of a change; harm: "
-        "the same with\nevery frequency's error times the mean square of its change, as a share of that of weights at kappa 8"
+        "\nerror: of the mean of these clients, times their number, in units of the mean square of a change\n"
+        "harm: the same with every frequency's error times the mean square of its change; 1 for weights at kappa 8"
     )
 
 

@@ -267,3 +267,29 @@ def test_orders_say_it_in_a_bit() -> None:
     raw[5] |= 32  # a flag that nobody knows
     with pytest.raises(WireFormatError):
         Orders.split(bytes(raw))
+
+
+def test_sums_are_those_of_the_format_bit_for_bit() -> None:
+    """Each product rounded, then added, from the first to the last: a start has the same frequencies anywhere."""
+    state = a_state({"w": (70, 64, 3, 3), "fc": (64, 70 * 16)})
+    there = Frequencies(state)
+    back = from_frequencies(there, state.layout)
+    for name, sides in (("w", (3, 3)), ("fc", (4, 4))):
+        one = [
+            [np.sqrt((2 - (i == 0)) / n) * np.cos(np.pi * i * (2 * a + 1) / (2 * n)) for a in range(n)]
+            for n in sides[:1] for i in range(n)
+        ]  # fmt: skip
+        order = sorted(np.ndindex(*sides), key=lambda ij: (sum(ij), ij))
+        basis = np.array([np.outer(one[i], one[j]).ravel() for i, j in order], np.float32)
+        blocks = state[name].view(-1, len(basis)).numpy()
+        sums = [np.zeros(len(blocks), np.float32) for _ in order]
+        for f, weights in enumerate(basis):
+            for j, weight in enumerate(weights):
+                sums[f] = sums[f] + weight * blocks[:, j]
+        parts = [there[n] for n in there if n.startswith(f"{name}~")]
+        assert torch.equal(torch.cat(parts), torch.from_numpy(np.stack(sums)))
+        rows = [np.zeros(len(blocks), np.float32) for _ in order]
+        for j in range(len(order)):
+            for f in range(len(order)):
+                rows[j] = rows[j] + basis[f, j] * sums[f]
+        assert torch.equal(back[name].view(-1, len(basis)), torch.from_numpy(np.stack(rows, axis=1)))
