@@ -9,7 +9,7 @@ import torch
 
 from fedfp8.errors import RunError, WireFormatError
 from fedfp8.link.history import Entry
-from fedfp8.link.wire import Orders, Wire, unlike
+from fedfp8.link.wire import FAN_IN_UP, Orders, Wire, unlike
 from fedfp8.model.frequencies import from_frequencies
 from fedfp8.model.layout import Layout
 from fedfp8.model.quantized import QuantState, dequantize_state
@@ -71,7 +71,7 @@ class Round:
     def orders(self, client: Client) -> Orders:
         link, wire = self.link, self.wires[client]
         return Orders(
-            wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in)),
+            wire.up, wire.format_up, wire.kappa_up_for(self.cohort), float(np.float32(wire.fan_in * FAN_IN_UP)),
             wire.seed_up(link.seed, self.round, client), *self._place_up(client), wire.lossless,
             wire.as_frequencies, self.kept(client), link.coded,
         )  # fmt: skip

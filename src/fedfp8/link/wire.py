@@ -33,6 +33,7 @@ __all__ = ["WIRES", "Orders", "Wire", "step_factor", "steps_of", "unlike", "wire
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
+FAN_IN_UP = 25 / 64  # of fan_in: changes of layers with few inputs may be coarser than their weights
 SMALL = 16  # a tensor this many times smaller than the largest gets finer steps
 KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 25 / 6, 5  # cohorts from which on a client's steps are the full ones
 
