@@ -196,6 +196,7 @@ def test_fewer_clients_get_finer_steps() -> None:
     # A 64th of the largest tensor: half of kappa. Nothing falls below an eighth.
     assert step_factor((4, 400), 64 * 1600, 228) == 0.5 and step_factor((4, 57), 64 * 228, 228) == 0.25
     assert step_factor((1, 1600), 2**30, 228) == 1 / 8 and step_factor((1, 1600), 2**30, 0) == 1
+    assert ServerLink("dq").open(model(), ["a"]).orders("a").fan_in == pytest.approx(89, abs=0.1)  # (5/8)^2 of 228
 
 
 # Start and references
