@@ -91,8 +91,9 @@ def dithered(x, step, seed, place, start=0):  # the same bits for both clients, 
     return step * (torch.floor(x / step + u) + 0.5 - u)
 
 
-def suits(x):  # the share of kappa that a tensor gets: the root of its inputs, of 228
-    return min(1.0, max(1 / 8, (x[0].numel() / 228) ** 0.5)) if x.ndim > 1 else 1 / 8
+def suits(x, largest, inputs):  # the share of kappa that a tensor gets: the root of its inputs, and of its size
+    few = min(1.0, 16 * x.numel() / largest)
+    return max(1 / 8, (min(1.0, x[0].numel() / inputs) * few) ** 0.5) if x.ndim > 1 else 1 / 8
 
 
 def sixteen(step):  # the next number that fits into the upper half of a float32
@@ -100,14 +101,14 @@ def sixteen(step):  # the next number that fits into the upper half of a float32
     return float(torch.tensor((bits + 0xFFFF) >> 16 << 16, dtype=torch.int32).view(torch.float32))
 
 
-def send(state, method, seed, kappa=0.0, place=0):
+def send(state, method, seed, kappa=0.0, place=0, inputs=228.0):
     """What the receiver decodes."""
-    out = dict(state)
+    out, largest = dict(state), max(x.numel() for x in state.values())
     ends = {}  # of the random bits of small vectors, and of other small tensors: (seed, how many are taken)
     for index, (name, x) in enumerate(state.items()):
         own_seed, alpha = seed_of(seed, "tensor", index), state.get(name.replace("weight", "alpha"))
         if method == "dq" and "alpha" not in name and "beta" not in name:
-            step, start = sixteen(kappa * suits(x) * float((x**2).mean().sqrt())), 0
+            step, start = sixteen(kappa * suits(x, largest, inputs) * float((x**2).mean().sqrt())), 0
             if x.numel() < 1024:
                 own_seed, start = ends.get(x.ndim < 2, (own_seed, 0))
                 ends[x.ndim < 2] = own_seed, start + x.numel()
@@ -184,7 +185,7 @@ def paper_round(model, clients, method):  # algorithm 3, one round
         if method == "dq":  # the change, and the server adds it to its own model
             ranges = {n for n in state if "alpha" in n or "beta" in n}
             change = {n: t if n in ranges else t - down[n] for n, t in local.items()}
-            change = send(change, method, seed_of(SEED, "up", 1), kappa=8.0 * 2 * 0.15, place=place)
+            change = send(change, method, seed_of(SEED, "up", 1), 1.2 * 2, place, inputs=228 * 25 / 64)
             updates.append({n: t if n in ranges else state[n] + t for n, t in change.items()})
         else:
             updates.append(send(local, method, seed_of(SEED, "up", 1, k)))
