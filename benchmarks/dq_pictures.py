@@ -27,6 +27,7 @@ from fedfp8.fl.federation import build
 from fedfp8.fl.pool import Executor
 from fedfp8.fl.simulate import Server, run_round
 from fedfp8.fl.wires import server_link
+from fedfp8.model.frequencies import Frequencies
 from fedfp8.nn import state_of
 from fedfp8.wire import header
 
@@ -125,7 +126,7 @@ class Watching:
         for assignment in assignments:
             start = self.executor.client.start
             named = [
-                "start" if f in (start.fingerprint, start.quick_fingerprint) else "a visit"
+                "start" if f == Frequencies(start).quick_fingerprint else "a visit"
                 for f in header(assignment.payload).reference_fingerprints
             ]
             for row in inspect(assignment.payload, start.layout).rows or ():
