@@ -33,15 +33,15 @@ class Frequencies(Values):
     """The values of a state in the layout of frequencies, made when they are asked for."""
 
     def __init__(self, state: Values) -> None:
-        self.state, self.layout = state, layout_of_frequencies(state.layout)
+        self.state, self.layout, self._blocks = state, layout_of_frequencies(state.layout), _blocks(state.layout)
         self._made: dict[str, torch.Tensor] = {}  # those of the tensor that was asked for last
 
     def __getitem__(self, name: str) -> torch.Tensor:
         whole = tensor_of(name)
-        if whole == name or whole not in (blocks := _blocks(self.state.layout)):
+        if whole == name or whole not in self._blocks:
             return self.state[name]
         if name not in self._made:
-            self._made = _parted(whole, self.state[whole], blocks[whole])
+            self._made = _parted(whole, self.state[whole], self._blocks[whole])
         return self._made[name]
 
 
@@ -52,7 +52,7 @@ def _parted(name: str, tensor: torch.Tensor, block: Block) -> dict[str, torch.Te
     blocks = tensor.view(-1, len(basis))
     rows = torch.empty(blocks.T.shape)
     kernels.to_frequencies(blocks.numpy(), basis, rows.numpy())
-    return dict(zip((spec.name for spec in _parts(name, len(blocks), block)), rows.split(counts), strict=True))
+    return dict(zip(_names(name, block), rows.split(counts), strict=True))
 
 
 def from_frequencies(state: Values, layout: Layout) -> State:
@@ -63,7 +63,7 @@ def from_frequencies(state: Values, layout: Layout) -> State:
     for spec in layout:
         if block := _blocks(layout).get(spec.name):
             basis, _ = _basis(block)
-            rows = torch.cat([found.pop(part.name) for part in _parts(spec.name, spec.size // len(basis), block)])
+            rows = torch.cat([found.pop(name) for name in _names(spec.name, block)])
             found[spec.name] = torch.empty(spec.shape)
             kernels.from_frequencies(rows.numpy(), basis, found[spec.name].view(-1, len(basis)).numpy())
     return State(layout, {spec.name: found[spec.name] for spec in layout})
@@ -76,10 +76,10 @@ def steps_of_frequencies(steps: Mapping[str, float], state: State) -> dict[str, 
     """
     found = dict(steps)
     for name, block in _blocks(state.layout).items():
-        step, parts = found.pop(name), _parts(name, 1, block)
+        step, names = found.pop(name), _names(name, block)
         finest = max(state.largest(name) * math.sqrt(math.prod(block)) / MOST_STEPS, STEP_MIN) if step else 0.0
-        for i, part in enumerate(parts):
-            found[part.name] = max(step * LOW * (HIGH / LOW) ** (i / (len(parts) - 1)), finest)
+        for i, part in enumerate(names):
+            found[part] = max(step * LOW * (HIGH / LOW) ** (i / (len(names) - 1)), finest)
     return found
 
 
@@ -101,7 +101,12 @@ def tensor_of(name: str) -> str:
 
 def _parts(name: str, blocks: int, block: Block) -> list[TensorSpec]:
     """One for each diagonal; a frequency is a row, with a number for each of `blocks` blocks."""
-    return [TensorSpec(f"{name}~{i}", (count, blocks)) for i, count in enumerate(_basis(block)[1])]
+    return [TensorSpec(one, (count, blocks)) for one, count in zip(_names(name, block), _basis(block)[1], strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _names(name: str, block: Block) -> tuple[str, ...]:
+    return tuple(f"{name}~{i}" for i in range(len(_basis(block)[1])))
 
 
 @lru_cache(maxsize=64)

@@ -64,6 +64,9 @@ class Layout:
             if spec.range is not None and kinds.get(spec.range) != "range":
                 raise ValueError(f"tensor {spec.name!r}: its range {spec.range!r} is not a range tensor of the layout")
 
+    def __hash__(self) -> int:  # of what is known, not of every tensor: what follows from a layout is looked up by it
+        return hash(self.fingerprint)
+
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
 
