@@ -86,6 +86,8 @@ def steps_of_frequencies(steps: Mapping[str, float], state: State) -> dict[str, 
 @lru_cache(maxsize=64)
 def layout_of_frequencies(layout: Layout) -> Layout:
     blocks = _blocks(layout)
+    if not blocks:
+        return layout
     specs: list[TensorSpec] = []
     for spec in layout:
         block = blocks.get(spec.name)

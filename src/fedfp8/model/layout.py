@@ -50,7 +50,7 @@ class TensorSpec:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """An ordered list of tensors with unique names."""
 
@@ -64,7 +64,10 @@ class Layout:
             if spec.range is not None and kinds.get(spec.range) != "range":
                 raise ValueError(f"tensor {spec.name!r}: its range {spec.range!r} is not a range tensor of the layout")
 
-    def __hash__(self) -> int:  # of what is known, not of every tensor: what follows from a layout is looked up by it
+    def __eq__(self, other: object) -> bool:  # not tensor by tensor: what follows from a layout is looked up by it
+        return isinstance(other, Layout) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
         return hash(self.fingerprint)
 
     def __iter__(self) -> Iterator[TensorSpec]:
