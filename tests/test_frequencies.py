@@ -293,3 +293,27 @@ def test_sums_are_those_of_the_format_bit_for_bit() -> None:
             for f in range(len(order)):
                 rows[j] = rows[j] + basis[f, j] * sums[f]
         assert torch.equal(back[name].view(-1, len(basis)), torch.from_numpy(np.stack(rows, axis=1)))
+
+
+def test_a_server_makes_the_frequencies_of_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every message of many rounds asks for them: they are in files, counted and removed as the models are."""
+    from fedfp8.model import frequencies
+
+    made, parted = [], frequencies._parted
+    monkeypatch.setattr(frequencies, "_parted", lambda name, *a: made.append(name) or parted(name, *a))
+    server, clients, state = ServerLink("dq", seed=1, history=2), [ClientLink() for _ in range(3)], a_state()
+    plain = dict(state)
+    for round in range(4):
+        plain = {name: tensor + 0.01 * torch.randn(tensor.shape) for name, tensor in plain.items()}
+        messages = server.broadcast(plain, range(3))
+        assert len(made) == (round + 1) * 4  # as many tensors travel so
+        for i, client in enumerate(clients):
+            client.receive(messages[i])
+            server.confirm(i)
+    files = [path.name for path in server.history.folder.iterdir()]
+    assert sorted(files) == [f"{kind}-0000000{n}.safetensors" for kind in ("frequencies", "model") for n in (2, 3, 4)]
+    assert server.history.size() == sum(path.stat().st_size for path in server.history.folder.iterdir())
+    server.close()
+    assert sorted(path.name for path in server.history.folder.iterdir()) == [
+        name for name in sorted(files) if "2" not in name
+    ]

@@ -101,6 +101,7 @@ def simulate(model: str, clients: int, cohort: int, wire: str = "dq", rounds: in
         state = moved(state, MOVE, draw)
         if number < HISTORY:
             link.open(state, chosen)
+            link.message(chosen[0])  # as in any round: what is made once a model is there
             for client in chosen:
                 link.confirm(client)
             continue

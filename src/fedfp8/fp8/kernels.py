@@ -395,8 +395,15 @@ def from_frequencies(rows, basis, out):
 
 @kernel
 def mix(weights, rows, sums, size):
+    """sums[n] = sum_j weights[j] * rows[j, n]: five at a time, so that a sum is read and written less often."""
     sums[:] = F(0.0)
-    for j in range(weights.size):
+    whole = weights.size - weights.size % 5
+    for j in range(0, whole, 5):
+        a, b, c, d, e = weights[j], weights[j + 1], weights[j + 2], weights[j + 3], weights[j + 4]
+        p, q, r, s, t = rows[j], rows[j + 1], rows[j + 2], rows[j + 3], rows[j + 4]
+        for n in range(size):
+            sums[n] = ((((sums[n] + a * p[n]) + b * q[n]) + c * r[n]) + d * s[n]) + e * t[n]
+    for j in range(whole, weights.size):
         weight, row = weights[j], rows[j]
         for n in range(size):
             sums[n] += weight * row[n]

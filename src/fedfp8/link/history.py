@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
+from fedfp8.model.frequencies import Frequencies
 from fedfp8.model.quantized import QuantState, Remade, describe, quantize_as, quantize_state
 from fedfp8.model.state import State, Values
 
@@ -66,13 +67,14 @@ class History:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._newest: tuple[int, State] | None = None  # the model that was added last, in memory
         self._mapped: dict[int, State] = {}  # others that were asked for: files that the system reads where it must
+        self._forms: dict[int, State] = {}  # models as frequencies, in files likewise
         self._described: dict[tuple[int, Wire], QuantState] = {}  # what messages of a model say at every place
         self._sums: dict[Key, dict[str, int]] = {}  # what is known of the fingerprints of what was sent
         self._sent: dict[Key, State] = {}
         self._lock = threading.RLock()
 
-    def path(self, number: int) -> Path:
-        return self.folder / f"model-{number:08d}.safetensors"
+    def path(self, number: int, kind: str = "model") -> Path:
+        return self.folder / f"{kind}-{number:08d}.safetensors"
 
     def add(self, number: int, model: State, cohort: int, strata: int) -> Entry:
         entry = Entry(number, model.quick_fingerprint, cohort, strata)
@@ -96,13 +98,13 @@ class History:
     def quantized(self, number: int, wire: Wire, place: int) -> QuantState:
         """Model `number` as it is sent to a client at `place`."""
         with self._lock:
-            return quantize_as(self._describe(number, wire, place), self._model_down(number, wire))
+            return quantize_as(self._describe(number, wire, place), self._form_down(number, wire))
 
     def sent(self, number: int, wire: Wire, place: int) -> Values:
         """What a client at `place` was sent in the round of model `number`, in the form that travelled."""
         with self._lock:
             key = number, wire, place if wire.has_places else 0
-            state = self._model_down(number, wire)
+            state = self._form_down(number, wire)
             if wire.has_places:  # others ask for other places: tensors are made when they are needed
                 return Remade(self._describe(number, wire, place), state, self._sums.setdefault(key, {}))
             if key not in self._sent:
@@ -116,6 +118,18 @@ class History:
         model = self.model(number)
         return model.with_layout(wire.layout_down(model.layout))
 
+    def _form_down(self, number: int, wire: Wire) -> State:
+        """The same as the tensors that travel; made once, since every message of many rounds asks for it."""
+        state = self._model_down(number, wire)
+        values = Frequencies(state)
+        if not wire.as_frequencies or values.layout == state.layout:
+            return state
+        if number not in self._forms:
+            form = State(values.layout, dict(values))
+            write_state(self.path(number, "frequencies"), form, sync=False)
+            self._forms[number] = read_state(self.path(number, "frequencies"), form.quick_fingerprint)
+        return self._forms[number].with_layout(values.layout)
+
     def _describe(self, number: int, wire: Wire, place: int) -> QuantState:
         if (number, wire) not in self._described:
             state = self._model_down(number, wire)
@@ -128,16 +142,20 @@ class History:
         with self._lock:
             self.entries = {n: e for n, e in self.entries.items() if n in kept}
             self._mapped = {n: m for n, m in self._mapped.items() if n in kept}
+            self._forms = {n: m for n, m in self._forms.items() if n in kept}
             self._sent = {}  # asked for again in another round, if at all
             self._described = {key: q for key, q in self._described.items() if key[0] in kept}
             self._sums = {key: sums for key, sums in self._sums.items() if key[0] in kept}
 
     def clean(self) -> None:
-        files = {self.path(n).name for n in self.entries}
+        files = set(self._files())
         for path in self.folder.iterdir():
-            if path.name not in files:
+            if path not in files:
                 path.unlink(missing_ok=True)
 
     def size(self) -> int:
         """Bytes on disk."""
-        return sum(self.path(n).stat().st_size for n in self.entries if self.path(n).exists())
+        return sum(path.stat().st_size for path in self._files() if path.exists())
+
+    def _files(self) -> Iterator[Path]:
+        return (self.path(number, kind) for number in self.entries for kind in ("model", "frequencies"))

@@ -64,8 +64,8 @@ class QuantState:
         return layout_of_frequencies(self.layout) if self.frequencies else self.layout
 
     def formed(self, values: Values) -> Values:
-        """`values` of the layout as the tensors that travel."""
-        return Frequencies(values) if self.frequencies else values
+        """`values` of the layout as the tensors that travel, if they are not yet."""
+        return Frequencies(values) if self.frequencies and values.layout != self.form else values
 
     def restored(self, state: State) -> State:
         """The inverse: what travelled as tensors of the layout."""
@@ -204,7 +204,7 @@ def quantize_state(state: State, **how: Any) -> QuantState:
 
 
 def quantize_as(q: QuantState, state: State) -> QuantState:
-    """`q` with the codes of `state`, which it describes."""
+    """`q` with the codes of `state`, which it describes, or of the same as the tensors that travel."""
     found, values = dict[str, torch.Tensor](), q.formed(state)
     for batch in q.batches():
         items = [q.item(index, spec, values[spec.name].view(-1)) for index, spec in batch]
