@@ -60,6 +60,18 @@ def test_what_travels_as_frequencies() -> None:
         assert len(left) == len(shapes) - (shapes["a"][2] == 3)
 
 
+@pytest.mark.parametrize("other", ["w~0", "w~7", "~1", "w~x", "w~²"])
+def test_a_model_may_have_names_like_those_of_frequencies(other: str) -> None:
+    state = {"w": torch.randn(32, 64, 3, 3), other: torch.randn(150, 150)}
+    payload = ServerLink("dq", seed=1).broadcast(state, ["a"])["a"]
+    got = ClientLink().receive(payload)
+    assert list(got) == list(state)
+    for name, tensor in state.items():  # steps of at most 2.1 * 0.8 of the rms, which is 1; sums of 9 errors
+        assert float((got[name] - tensor).abs().max()) < 9 * 2.1 * 0.8 / 2
+    layout = Layout(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in state.items()))
+    assert (layout_of_frequencies(layout) == layout) == (other in ("w~0", "w~7"))
+
+
 def test_there_and_back() -> None:
     """Orthonormal: lengths stay, and the inverse is the transpose; to float32's rounding of sums of at most 25."""
     state = a_state()

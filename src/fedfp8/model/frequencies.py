@@ -98,7 +98,7 @@ def layout_of_frequencies(layout: Layout) -> Layout:
 def tensor_of(name: str) -> str:
     """The tensor that a tensor of frequencies is of; any other is its own."""
     whole, _, diagonal = name.rpartition("~")
-    return whole if whole and diagonal.isdigit() else name
+    return whole if whole and diagonal.isascii() and diagonal.isdigit() else name
 
 
 def _parts(name: str, blocks: int, block: Block) -> list[TensorSpec]:
@@ -115,9 +115,11 @@ def _names(name: str, block: Block) -> tuple[str, ...]:
 def _blocks(layout: Layout) -> dict[str, Block]:
     """The tensors that travel as frequencies: kernels, and the weights that read what a convolution has left.
 
-    Those are a matrix right behind a convolution, with k x k inputs for each of its outputs.
+    Those are a matrix right behind a convolution, with k x k inputs for each of its outputs. A tensor whose frequencies
+    would have names that others are called by travels as it is.
     """
     found: dict[str, Block] = {}
+    taken = {tensor_of(spec.name) for spec in layout if tensor_of(spec.name) != spec.name}
     channels = 0  # of the convolution before
     for spec in layout:
         if spec.kind not in ("fp8", "float") or len(spec.shape) < 2:
@@ -126,7 +128,7 @@ def _blocks(layout: Layout) -> dict[str, Block]:
         if not block and channels:
             side = math.isqrt(spec.shape[1] // channels)
             block = (side, side) if channels * side * side == spec.shape[1] else ()
-        if spec.size >= FEWEST and 1 < math.prod(block) <= LARGEST_BLOCK:
+        if spec.size >= FEWEST and 1 < math.prod(block) <= LARGEST_BLOCK and spec.name not in taken:
             found[spec.name] = block
         channels = spec.shape[0] if len(spec.shape) > 2 else 0
     return found
