@@ -153,7 +153,8 @@ def main() -> None:
     weights = [spec for spec in state.layout if spec.kind in CODED and len(spec.shape) > 1]
     largest, total = max(spec.size for spec in weights), sum(spec.size for spec in weights)
     by_inputs = {s.name: min(1.0, step_factor(s.shape, s.size, config.dq.fan_in)) for s in weights}
-    by_both = {s.name: step_factor(s.shape, largest, config.dq.fan_in) for s in weights}
+    shared = min(1.0, config.dq.depth / len(weights)) if config.dq.depth else 1.0
+    by_both = {s.name: step_factor(s.shape, largest, config.dq.fan_in, shared) for s in weights}
 
     def steps(factors: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
         return {name: config.dq.kappa_down * factors[name] * state.rms(name) for name in names}

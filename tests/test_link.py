@@ -21,7 +21,9 @@ from safetensors.torch import load, save
 
 from fedfp8 import ClientLink, LostReference, ServerLink, average
 from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, RunError, WireFormatError
-from fedfp8.link.wire import WIRES, Orders, Wire, step_factor
+from fedfp8.link.wire import WIRES, Orders, Wire, step_factor, steps_of
+from fedfp8.model.layout import Layout, TensorSpec
+from fedfp8.model.state import State
 from fedfp8.wire import decode, header
 
 ALL = sorted(WIRES)
@@ -196,6 +198,13 @@ def test_fewer_clients_get_finer_steps() -> None:
     # A 64th of the largest tensor: half of kappa. Nothing falls below an eighth.
     assert step_factor((4, 400), 64 * 1600, 228) == 0.5 and step_factor((4, 57), 64 * 228, 228) == 0.25
     assert step_factor((1, 1600), 2**30, 228) == 1 / 8 and step_factor((1, 1600), 2**30, 0) == 1
+    # The noise of all layers adds up, whatever their inputs are; the finer of the two steps counts.
+    assert step_factor((64, 1600), 1, 228, 0.25) == 0.5 == step_factor((64, 57), 1, 228, 0.36)
+    deep = State(layout := Layout(tuple(TensorSpec(f"w{i}", (8, 256)) for i in range(20))), {
+        spec.name: torch.ones(spec.shape) for spec in layout
+    })  # fmt: skip
+    for depth, share in ((5, 0.5), (20, 1), (40, 1), (0, 1)):
+        assert set(steps_of(deep, "dithered", 0.8, 228, depth).values()) == {0.8 * share}
     assert ServerLink("dq").open(model(), ["a"]).orders("a").fan_in == pytest.approx(89, abs=0.1)  # (5/8)^2 of 228
 
 

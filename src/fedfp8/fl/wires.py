@@ -26,9 +26,9 @@ def wire_for(config: Config, client_format: str) -> Wire:
     up, up_format = direction(config.up.rounding, config.up.format)
     dq = config.dq
     return Wire(
-        down, up, _format(down_format), _format(up_format), dq.kappa_down, dq.kappa_up, dq.fan_in, dq.frequencies,
-        dq.strata, dq.preserve and any(ROUNDINGS[r].has_steps for r in (down, up)), config.wire.lossless,
-        config.wire.visits, name=down_format,
+        down, up, _format(down_format), _format(up_format), dq.kappa_down, dq.kappa_up, dq.fan_in, dq.depth,
+        dq.frequencies, dq.strata, dq.preserve and any(ROUNDINGS[r].has_steps for r in (down, up)),
+        config.wire.lossless, config.wire.visits, name=down_format,
     )  # fmt: skip
 
 

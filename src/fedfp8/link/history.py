@@ -44,7 +44,7 @@ def _how(state: State, entry: Entry, wire: Wire, root: int, place: int = 0) -> d
     return {
         "seed": wire.seed_down(root, entry.number),
         "rounding": wire.down,
-        "step": steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in),
+        "step": steps_of(state, wire.down, wire.kappa_down_for(entry.cohort), wire.fan_in, wire.depth),
         "place": place if wire.has_places else 0,
         "strata": entry.strata if wire.has_places else 1,
         "together": wire.has_places,

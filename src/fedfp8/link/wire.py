@@ -8,8 +8,8 @@
 The step of a dithered tensor is kappa times a root mean square: of the tensor on the way down, of the change on the way
 up. One kappa does not fit all layers. The output of a layer averages the noise of its inputs' weights, so kappa grows
 with the root of the number of inputs up to `fan_in` of them; biases, norms and other vectors, which cost next to
-nothing, get an eighth. One kappa does not fit all cohorts either: what matters is the noise of the mean, so few clients
-get finer steps.
+nothing, get an eighth. The noise of all layers adds up, so models of more than `depth` of them come down in finer
+steps. One kappa does not fit all cohorts either: what matters is the noise of the mean, so few clients get finer steps.
 """
 
 import math
@@ -49,6 +49,7 @@ class Wire:
     kappa_down: float = 0.8
     kappa_up: float = 5.0
     fan_in: float = 228.0  # inputs from which on a layer that is not small gets the whole kappa; 0: all tensors get it
+    depth: int = 5  # layers up to which steps down are the full ones; more get finer ones; 0: none do
     frequencies: bool = True  # dithered: kernels travel as frequencies, of which most change little
     strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
     preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
@@ -64,6 +65,8 @@ class Wire:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+        if self.depth < 0:
+            raise ConfigError(f"depth is {self.depth}; a number of layers, or 0 for the same steps whatever there are")
         if not 1 <= self.strata <= 256:
             raise ConfigError(f"strata is {self.strata}; between 1 (the same random bits for all) and 256")
         if not 1 <= self.visits <= REFERENCES:
@@ -145,26 +148,29 @@ def mean_variance(cohort: int, strata: int) -> float:
     return 1 / strata**2 + (1 + 1 / strata) * uneven
 
 
-def step_factor(shape: tuple[int, ...], largest: int, fan_in: float) -> float:
+def step_factor(shape: tuple[int, ...], largest: int, fan_in: float, shared: float = 1.0) -> float:
     """The share of kappa for a tensor of this shape, between an eighth and one; `largest`: the most elements of any.
 
     sqrt(inputs / fan_in), and sqrt(SMALL * elements / largest): what costs next to nothing should not hurt either.
+    shared: at most the root of this.
     """
     if not fan_in:
-        return 1.0
+        return math.sqrt(shared)
     inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
     few = min(1.0, SMALL * math.prod(shape) / largest)
-    return max(LOWEST, math.sqrt(min(1.0, inputs / fan_in) * few))
+    return max(LOWEST, math.sqrt(min(shared, inputs / fan_in) * few))
 
 
-def steps_of(state: State, rounding: str, kappa: float, fan_in: float) -> Mapping[str, float] | None:
-    """Absolute steps of the tensors that `rounding` dithers; None for one that has no steps."""
+def steps_of(state: State, rounding: str, kappa: float, fan_in: float, depth: int = 0) -> Mapping[str, float] | None:
+    """The absolute steps of a state's tensors; None for a rounding that has none."""
     rule = ROUNDINGS[rounding]
     if not rule.has_steps:
         return None
     coded = [spec for spec in state.layout if spec.kind in rule.kinds and spec.size]
     largest = max((spec.size for spec in coded), default=0)
-    return {spec.name: _step(state, spec, kappa * step_factor(spec.shape, largest, fan_in)) for spec in coded}
+    layers = sum(len(spec.shape) > 1 for spec in coded)
+    shared = depth / layers if 0 < depth < layers else 1.0
+    return {spec.name: _step(state, spec, kappa * step_factor(spec.shape, largest, fan_in, shared)) for spec in coded}
 
 
 def _step(state: State, spec: TensorSpec, kappa: float) -> float:
