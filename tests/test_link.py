@@ -203,7 +203,7 @@ def test_fewer_clients_get_finer_steps() -> None:
     deep = State(layout := Layout(tuple(TensorSpec(f"w{i}", (8, 256)) for i in range(20))), {
         spec.name: torch.ones(spec.shape) for spec in layout
     })  # fmt: skip
-    for depth, share in ((5, 0.5), (20, 1), (40, 1), (0, 1)):
+    for depth, share in ((5, 0.5), (1, 0.5), (20, 1), (40, 1), (0, 1)):
         assert set(steps_of(deep, "dithered", 0.8, 228, depth).values()) == {0.8 * share}
     assert ServerLink("dq").open(model(), ["a"]).orders("a").fan_in == pytest.approx(89, abs=0.1)  # (5/8)^2 of 228
 

@@ -33,6 +33,7 @@ __all__ = ["WIRES", "Orders", "Wire", "step_factor", "steps_of", "unlike", "wire
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
+DEEPEST = 1 / 4  # of the square of kappa that many layers leave at least: deeper networks have shortcuts around them
 FAN_IN_UP = 25 / 64  # of fan_in: changes of layers with few inputs may be coarser than their weights
 SMALL = 16  # a tensor this many times smaller than the largest gets finer steps
 KAPPA_UP_CLIENTS, KAPPA_DOWN_CLIENTS = 25 / 6, 5  # cohorts from which on a client's steps are the full ones
@@ -169,7 +170,7 @@ def steps_of(state: State, rounding: str, kappa: float, fan_in: float, depth: in
     coded = [spec for spec in state.layout if spec.kind in rule.kinds and spec.size]
     largest = max((spec.size for spec in coded), default=0)
     layers = sum(len(spec.shape) > 1 for spec in coded)
-    shared = depth / layers if 0 < depth < layers else 1.0
+    shared = min(1.0, max(DEEPEST, depth / layers)) if depth and layers else 1.0
     return {spec.name: _step(state, spec, kappa * step_factor(spec.shape, largest, fan_in, shared)) for spec in coded}
 
 
