@@ -23,7 +23,7 @@ from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.local import learning_rate, local_update
 from fedfp8.link.client import quantize_reply
-from fedfp8.link.wire import DEEPEST, SMALL, Orders, step_factor
+from fedfp8.link.wire import SMALL, Orders, share_of_layers, step_factor
 from fedfp8.model.frequencies import Frequencies, from_frequencies
 from fedfp8.model.quantized import dequantize_state
 from fedfp8.model.state import State, Values
@@ -153,7 +153,7 @@ def main() -> None:
     weights = [spec for spec in state.layout if spec.kind in CODED and len(spec.shape) > 1]
     largest, total = max(spec.size for spec in weights), sum(spec.size for spec in weights)
     by_inputs = {s.name: min(1.0, step_factor(s.shape, s.size, config.dq.fan_in)) for s in weights}
-    shared = min(1.0, max(DEEPEST, config.dq.depth / len(weights))) if config.dq.depth else 1.0
+    shared = share_of_layers([spec.shape for spec in weights], config.dq.fan_in, config.dq.depth)
     by_both = {s.name: step_factor(s.shape, largest, config.dq.fan_in, shared) for s in weights}
 
     def steps(factors: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:

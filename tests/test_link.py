@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 
 from fedfp8 import ClientLink, LostReference, ServerLink, average
 from fedfp8.errors import ConfigError, Fedfp8Error, QuantizationError, RunError, WireFormatError
-from fedfp8.link.wire import WIRES, Orders, Wire, step_factor, steps_of
+from fedfp8.link.wire import WIRES, Orders, Wire, share_of_layers, step_factor, steps_of
 from fedfp8.model.layout import Layout, TensorSpec
 from fedfp8.model.state import State
 from fedfp8.wire import decode, header
@@ -200,11 +200,13 @@ def test_fewer_clients_get_finer_steps() -> None:
     assert step_factor((1, 1600), 2**30, 228) == 1 / 8 and step_factor((1, 1600), 2**30, 0) == 1
     # The noise of all layers adds up, whatever their inputs are; the finer of the two steps counts.
     assert step_factor((64, 1600), 1, 228, 0.25) == 0.5 == step_factor((64, 57), 1, 228, 0.36)
-    deep = State(layout := Layout(tuple(TensorSpec(f"w{i}", (8, 256)) for i in range(20))), {
-        spec.name: torch.ones(spec.shape) for spec in layout
-    })  # fmt: skip
-    for depth, share in ((5, 0.5), (1, 0.5), (20, 1), (40, 1), (0, 1)):
-        assert set(steps_of(deep, "dithered", 0.8, 228, depth).values()) == {0.8 * share}
+    assert share_of_layers([(8, 256), (8,)] * 20, 228, 5) == 0.25 == share_of_layers([(8, 256)] * 99, 228, 5)
+    assert share_of_layers([(8, 57)] * 20, 228, 2.5) == 0.5 and share_of_layers([(8, 57)] * 20, 228, 5) == 1
+    assert share_of_layers([(8, 256)] * 99, 228, 0) == 1 and share_of_layers([(8, 1)] * 10, 0, 5) == 0.5
+    deep = State(
+        Layout((TensorSpec("a", (8, 256)), TensorSpec("b", (8, 256)))), dict.fromkeys("ab", torch.ones(8, 256))
+    )
+    assert steps_of(deep, "dithered", 0.8, 228, 0.5) == {"a": 0.4, "b": 0.4}
     assert ServerLink("dq").open(model(), ["a"]).orders("a").fan_in == pytest.approx(89, abs=0.1)  # (5/8)^2 of 228
 
 

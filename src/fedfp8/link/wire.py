@@ -8,13 +8,14 @@
 The step of a dithered tensor is kappa times a root mean square: of the tensor on the way down, of the change on the way
 up. One kappa does not fit all layers. The output of a layer averages the noise of its inputs' weights, so kappa grows
 with the root of the number of inputs up to `fan_in` of them; biases, norms and other vectors, which cost next to
-nothing, get an eighth. The noise of all layers adds up, so models of more than `depth` of them come down in finer
-steps. One kappa does not fit all cohorts either: what matters is the noise of the mean, so few clients get finer steps.
+nothing, get an eighth. The noise of all layers adds up, so models of more than `depth` of them, those with few inputs
+counted in part, come down in finer steps. One kappa does not fit all cohorts either: what matters is the noise of the
+mean, so few clients get finer steps.
 """
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from fedfp8.rng import derive_seed
 from fedfp8.wire.container import REFERENCES
 from fedfp8.wire.steps import sampled_rms
 
-__all__ = ["WIRES", "Orders", "Wire", "step_factor", "steps_of", "unlike", "wire_named"]
+__all__ = ["WIRES", "Orders", "Wire", "share_of_layers", "step_factor", "steps_of", "unlike", "wire_named"]
 
 UNLIKE = 2.0  # a reply this many times farther from the model than it is large is not a model
 LOWEST = 1 / 8  # the share of kappa that vectors get
@@ -50,7 +51,7 @@ class Wire:
     kappa_down: float = 0.8
     kappa_up: float = 5.0
     fan_in: float = 228.0  # inputs from which on a layer that is not small gets the whole kappa; 0: all tensors get it
-    depth: int = 5  # layers up to which steps down are the full ones; more get finer ones; 0: none do
+    depth: float = 4.75  # layers up to which steps down are the full ones; more get finer ones; 0: none do
     frequencies: bool = True  # dithered: kernels travel as frequencies, of which most change little
     strata: int = 16  # places a cell is divided into for the clients of a round, at most; 1: the same bits for all
     preserve: bool = True  # dithered: the server adds a client's change to what it has, not to what it sent
@@ -67,7 +68,7 @@ class Wire:
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
         if self.depth < 0:
-            raise ConfigError(f"depth is {self.depth}; a number of layers, or 0 for the same steps whatever there are")
+            raise ConfigError(f"depth is {self.depth}; a number of layers, or 0 for the same steps for any number")
         if not 1 <= self.strata <= 256:
             raise ConfigError(f"strata is {self.strata}; between 1 (the same random bits for all) and 256")
         if not 1 <= self.visits <= REFERENCES:
@@ -162,16 +163,22 @@ def step_factor(shape: tuple[int, ...], largest: int, fan_in: float, shared: flo
     return max(LOWEST, math.sqrt(min(shared, inputs / fan_in) * few))
 
 
-def steps_of(state: State, rounding: str, kappa: float, fan_in: float, depth: int = 0) -> Mapping[str, float] | None:
-    """The absolute steps of a state's tensors; None for a rounding that has none."""
+def steps_of(state: State, rounding: str, kappa: float, fan_in: float, depth: float = 0) -> Mapping[str, float] | None:
+    """Absolute steps of the tensors that `rounding` dithers; None for one that has no steps."""
     rule = ROUNDINGS[rounding]
     if not rule.has_steps:
         return None
     coded = [spec for spec in state.layout if spec.kind in rule.kinds and spec.size]
     largest = max((spec.size for spec in coded), default=0)
-    layers = sum(len(spec.shape) > 1 for spec in coded)
-    shared = min(1.0, max(DEEPEST, depth / layers)) if depth and layers else 1.0
+    shared = share_of_layers([spec.shape for spec in coded], fan_in, depth)
     return {spec.name: _step(state, spec, kappa * step_factor(spec.shape, largest, fan_in, shared)) for spec in coded}
+
+
+def share_of_layers(shapes: Iterable[tuple[int, ...]], fan_in: float, depth: float) -> float:
+    """Of the square of kappa: what many layers leave to each. Those with few inputs make less noise and count less."""
+    inputs = [math.prod(shape[1:]) for shape in shapes if len(shape) > 1]
+    layers = sum(min(1.0, n / fan_in) if fan_in else 1.0 for n in inputs)
+    return max(DEEPEST, depth / layers) if 0 < depth < layers else 1.0
 
 
 def _step(state: State, spec: TensorSpec, kappa: float) -> float:
