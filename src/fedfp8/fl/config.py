@@ -149,9 +149,7 @@ class DqConfig:
     kappa_up: float = 5.0  # the step up, in units of the rms of a client's change; finer with fewer than 5 clients
     kappa_down: float = 0.8  # the step down, in units of the rms of the weights; finer with fewer than 5 clients
     fan_in: float = 228.0  # layers with fewer inputs than this, and small ones, get finer steps; 0: the same for all
-    depth: float = (
-        4.75  # models of more layers come down in finer steps, since the noise of all adds up; 0: they do not
-    )
+    depth: float = 4.75  # deep models come down in finer steps, since the noise of all layers adds up; 0: they do not
     frequencies: bool = True  # kernels travel as frequencies, of which most change little
     strata: int = 16  # places over which a round's clients spread their random bits, at most; 1: the same bits for all
     start: bool = True  # clients build the initial model themselves, and first models are coded given it
