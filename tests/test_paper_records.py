@@ -13,7 +13,7 @@ from fedfp8.fl import preset, to_dict
 from fedfp8.paper.compare import compare, curves_of, gains_of, write_comparison
 from fedfp8.paper.paper import AVERAGE_GAIN, CELLS, SETUPS, TABLE1, TABLES, deviations
 from fedfp8.paper.paper_tables import docs_tables, paper_table, update_docs
-from fedfp8.paper.plots import Curve, accuracy_against_bytes, draw_curves, name_of, new_figure
+from fedfp8.paper.plots import Curve, accuracy_against_bytes, add_legend, draw_curves, name_of, new_figure
 from fedfp8.paper.records import (
     TEST_SETS,
     Metric,
@@ -349,6 +349,15 @@ def test_arrows_have_the_rows_gain_with_its_spread_and_legends_name_smoke_checks
     assert "6.0 ± 2.8×" in [t.get_text() for t in panels[0, 0].texts]
     labels = panels[0, 0].get_legend_handles_labels()[1]
     assert [label for label in labels if NOT_LEARNED in label] == ["FP8FedAvg-BQ (not learned yet)"]
+
+
+def test_a_legend_of_many_methods_fits_the_figure() -> None:
+    figure, panels = new_figure(7, 3)
+    for i in range(11):
+        panels[0, 0].plot([0, 1], [0, i], label=f"FP8FedAvg-DQ (ours), round.count={i}")
+    add_legend(figure, columns=5)
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width and len(legend.get_texts()) == 11
 
 
 def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:

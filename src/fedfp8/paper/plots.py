@@ -143,7 +143,10 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], gains: Mapping[str, Gain], 
 
 
 def add_legend(figure: Figure, columns: int) -> None:
-    """One legend below all panels, each method once: inside it would hide a curve sooner or later."""
+    """One legend below all panels, each method once: inside it would hide a curve sooner or later.
+
+    In so many columns, or as many as the figure is wide enough for.
+    """
     from matplotlib import rc_context
 
     found: dict[str, Any] = {}
@@ -153,7 +156,11 @@ def add_legend(figure: Figure, columns: int) -> None:
     if found:
         with rc_context(PAPER):
             options: Any = {"loc": "outside lower center"}  # a place that matplotlib's own types do not know
-            figure.legend(list(found.values()), list(found), ncols=columns, handlelength=2.8, **options)
+            for fewer in range(columns, 0, -1):
+                legend = figure.legend(list(found.values()), list(found), ncols=fewer, handlelength=2.8, **options)
+                if fewer == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                    break
+                legend.remove()
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
