@@ -308,7 +308,7 @@ def test_sums_are_those_of_the_format_bit_for_bit() -> None:
 
 
 def test_a_server_makes_the_frequencies_of_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every message of many rounds asks for them: they are in files, counted and removed as the models are."""
+    """Every message of many rounds asks for them: they are in files, counted and forgotten as the models are."""
     from fedfp8.model import frequencies
 
     made, parted = [], frequencies._parted
@@ -322,10 +322,10 @@ def test_a_server_makes_the_frequencies_of_a_model_once(monkeypatch: pytest.Monk
         for i, client in enumerate(clients):
             client.receive(messages[i])
             server.confirm(i)
-    files = [path.name for path in server.history.folder.iterdir()]
-    assert sorted(files) == [f"{kind}-0000000{n}.safetensors" for kind in ("frequencies", "model") for n in (2, 3, 4)]
-    assert server.history.size() == sum(path.stat().st_size for path in server.history.folder.iterdir())
+    # Nothing of it is in the folder, which workers of a run share: two that made the same file met there
+    files = sorted(path.name for path in server.history.folder.iterdir())
+    assert files == [f"model-0000000{n}.safetensors" for n in (2, 3, 4)]
+    written = sum(path.stat().st_size for path in server.history.folder.iterdir())
+    assert 1.9 * written < server.history.size() < 2.1 * written
     server.close()
-    assert sorted(path.name for path in server.history.folder.iterdir()) == [
-        name for name in sorted(files) if "2" not in name
-    ]
+    assert len(server.history._forms) == 2

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,14 @@ class History:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._newest: tuple[int, State] | None = None  # the model that was added last, in memory
         self._mapped: dict[int, State] = {}  # others that were asked for: files that the system reads where it must
-        self._forms: dict[int, State] = {}  # models as frequencies, in files likewise
+        self._forms: dict[int, State] = {}  # models as frequencies, in files of this process alone
         self._described: dict[tuple[int, Wire], QuantState] = {}  # what messages of a model say at every place
         self._sums: dict[Key, dict[str, int]] = {}  # what is known of the fingerprints of what was sent
         self._sent: dict[Key, State] = {}
         self._lock = threading.RLock()
 
-    def path(self, number: int, kind: str = "model") -> Path:
-        return self.folder / f"{kind}-{number:08d}.safetensors"
+    def path(self, number: int) -> Path:
+        return self.folder / f"model-{number:08d}.safetensors"
 
     def add(self, number: int, model: State, cohort: int, strata: int) -> Entry:
         entry = Entry(number, model.quick_fingerprint, cohort, strata)
@@ -125,9 +125,7 @@ class History:
         if not wire.as_frequencies or values.layout == state.layout:
             return state
         if number not in self._forms:
-            form = State(values.layout, dict(values))
-            write_state(self.path(number, "frequencies"), form, sync=False)
-            self._forms[number] = read_state(self.path(number, "frequencies"), form.quick_fingerprint)
+            self._forms[number] = _mapped(State(values.layout, dict(values)))
         return self._forms[number].with_layout(values.layout)
 
     def _describe(self, number: int, wire: Wire, place: int) -> QuantState:
@@ -148,14 +146,20 @@ class History:
             self._sums = {key: sums for key, sums in self._sums.items() if key[0] in kept}
 
     def clean(self) -> None:
-        files = set(self._files())
+        files = {self.path(n).name for n in self.entries}
         for path in self.folder.iterdir():
-            if path not in files:
+            if path.name not in files:
                 path.unlink(missing_ok=True)
 
     def size(self) -> int:
         """Bytes on disk."""
-        return sum(path.stat().st_size for path in self._files() if path.exists())
+        models = sum(self.path(n).stat().st_size for n in self.entries if self.path(n).exists())
+        return models + sum(tensor.nbytes for form in self._forms.values() for tensor in form.values())
 
-    def _files(self) -> Iterator[Path]:
-        return (self.path(number, kind) for number in self.entries for kind in ("model", "frequencies"))
+
+def _mapped(state: State) -> State:
+    """The same from a file, which has no name any more: it goes with the state, and no other process can meet it."""
+    with tempfile.TemporaryDirectory(prefix="fedfp8-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "state.safetensors"
+        write_state(path, state, sync=False)
+        return read_state(path, state.quick_fingerprint)
