@@ -18,9 +18,14 @@ import numpy as np
 import torch
 
 from fedfp8 import ClientLink, ServerLink
+from fedfp8.fl.aggregate import WeightedMean
+from fedfp8.fl.config import ServerConfig
+from fedfp8.fl.server_opt import server_optimize
+from fedfp8.link.arrays import fp8_part, ranges_of, tensors_of
+from fedfp8.model.state import State
 from fedfp8.rng import derive_seed
 
-__all__ = ["OURS", "WIRES", "Codec", "Ours", "Peer", "Shapes", "Vector", "tensors", "vector"]
+__all__ = ["OURS", "WIRES", "Codec", "Fitted", "Ours", "Peer", "Shapes", "Vector", "tensors", "vector"]
 
 Vector = np.ndarray  # all float32 weights of a model, one after the other
 Shapes = dict[str, tuple[int, ...]]
@@ -261,6 +266,10 @@ class Peer:
         value = self.codecs[1].decode(data)
         return self.model + value if self.change else value
 
+    def close(self, mean: Vector, sizes: dict[int, int]) -> Vector:
+        """The server's next model, made of the mean of what the clients sent; sizes: of their data."""
+        return mean
+
 
 class Ours(Peer):
     """`ServerLink` and a `ClientLink` for each client, as a user has them."""
@@ -287,6 +296,27 @@ class Ours(Peer):
         return vector(self.server.receive(client, data))
 
 
+class Fitted(Ours):
+    """UQ+: UQ, and the server fits weights and ranges to the mean of the clients' models (ServerOptimize)."""
+
+    def open(self, model: Vector, cohort: list[int], seed: int) -> None:
+        super().open(model, cohort, seed)
+        self.seed, self.replies = seed, dict[int, State]()
+
+    def read_up(self, data: bytes, client: int) -> Vector:
+        state = self.server.round.receive(client, data)
+        self.replies[client] = fp8_part(state)
+        return vector(tensors_of(state))
+
+    def close(self, mean: Vector, sizes: dict[int, int]) -> Vector:
+        total = WeightedMean(self.replies[min(sizes)].layout)
+        for client, state in self.replies.items():
+            total.add(state, sizes[client])
+        fitted, _ = server_optimize(total, ServerConfig(optimize=True), derive_seed(self.seed, "server"))
+        self.server.ranges = {name: alpha for name, (_, alpha) in ranges_of(fitted).items()}
+        return vector(tensors(mean, self.shapes) | tensors_of(fitted))
+
+
 WIRES: dict[str, Callable[[Shapes, Vector], Peer]] = {
     "FP32": lambda s, w: Peer(Float32(s), Float32(s), change=False),
     "FP16": lambda s, w: Peer(Float16(s), Float16(s)),
@@ -298,12 +328,15 @@ WIRES: dict[str, Callable[[Shapes, Vector], Peer]] = {
     "NNCodec qp -24, feedback up": lambda s, w: Peer(NNCodec(s, -24), NNCodec(s, -24), feedback=True),
     "NNCodec qp -20, feedback up": lambda s, w: Peer(NNCodec(s, -20), NNCodec(s, -20), feedback=True),
     "NNCodec qp -18, feedback up": lambda s, w: Peer(NNCodec(s, -18), NNCodec(s, -18), feedback=True),
+    "NNCodec qp -32 down, -40 and feedback up": lambda s, w: Peer(NNCodec(s), NNCodec(s, -40), feedback=True),
+    "NNCodec qp -28 down, -36 and feedback up": lambda s, w: Peer(NNCodec(s, -28), NNCodec(s, -36), feedback=True),
     "QSGD 4 bit up, FP32 down": lambda s, w: Peer(Float32(s), Qsgd(s)),
     "QSGD 4 bit up, FP16 down": lambda s, w: Peer(Float16(s), Qsgd(s)),
     "DRIVE 1 bit up, FP16 down": lambda s, w: Peer(Float16(s), Drive(s)),
     "DRIVE 1 bit up, int8 down": lambda s, w: Peer(Int8(s), Drive(s)),
     "top-k 1 % up, FP16 down": lambda s, w: Peer(Float16(s), TopK(s), feedback=True),
     "UQ (ours)": lambda s, w: Ours(s, "fp8"),
+    "UQ+ (ours)": lambda s, w: Fitted(s, "fp8"),
     OURS: lambda s, w: Ours(s, "dq"),
     "DQ with start (ours)": lambda s, w: Ours(s, "dq", start=w),
 }

@@ -79,7 +79,8 @@ def run(peer: Peer, config: Config, federation: Federation, shapes: Shapes) -> R
             reply = timed("encode_up", peer.up, vector(network.state_dict()), received, client)
             mean += federation.size(client) * timed("decode_up", peer.read_up, reply, client).astype(np.float64)
             weight, down, up = weight + federation.size(client), down + len(message), up + len(reply)
-        model, total = (mean / weight).astype(np.float32), total + down + up
+        sizes = {client: federation.size(client) for client in cohort}
+        model, total = peer.close((mean / weight).astype(np.float32), sizes), total + down + up
         line = {"round": number, "clients": cohort, "bytes_down": down, "bytes_up": up, "bytes_total": total}
         if number % config.round.eval_every == 0 or number == config.round.count:
             network.load_state_dict(tensors(model, shapes))

@@ -166,6 +166,31 @@ def test_uq_rounds_to_a_neighbour_in_e4m3(codecs) -> None:
             assert (np.abs(f - w) <= spacing * (1 + 2.0**-20)).all()
 
 
+def test_uq_plus_fits_ranges_between_the_clients_and_sends_with_them(codecs) -> None:
+    """What is no FP8 weight is the mean's; the weights move by less than the spacing of the grid."""
+    peer, names = codecs.Fitted(SHAPES, "fp8"), list(SHAPES)
+    peer.open(draw(6), [1, 2], 0)
+    ends: dict[str, list[float]] = {name: [] for name in names}
+    updates = {}
+    for client, size in ((1, 3), (2, 1)):
+        received = peer.read_down(peer.down(client), client)
+        updates[client] = peer.read_up(peer.up(received * (1 + client / 10), received, client), client)
+        for name, (_, alpha) in codecs.ranges_of(peer.replies[client]).items():
+            ends[name].append(alpha)
+    mean = ((3 * updates[1].astype(np.float64) + updates[2]) / 4).astype(np.float32)
+    model = peer.close(mean, {1: 3, 2: 1})
+    fitted = peer.server.ranges
+    assert fitted and set(fitted) == {name for name, found in ends.items() if found}
+    assert all(min(ends[name]) <= alpha <= max(ends[name]) for name, alpha in fitted.items())
+    for name, before, after in zip(names, *zip(*parts(mean, model), strict=True), strict=True):
+        if name in fitted:
+            assert np.abs(after - before).max() <= fitted[name] / 8
+        else:
+            np.testing.assert_array_equal(after, before)
+    peer.open(model, [1], 1)
+    assert {name: alpha for name, (_, alpha) in codecs.ranges_of(peer.server.round.model).items()} == fitted
+
+
 def test_dq_is_within_half_a_step(codecs) -> None:
     """Of at most kappa times the root mean square: of the model down, of the change up. The server adds the change to
     its own model."""

@@ -27,7 +27,7 @@ from fedfp8.fp8.grid import ALPHA_MAX, ALPHA_MIN
 from fedfp8.model.layout import FLOAT_DTYPES, Layout, TensorSpec
 from fedfp8.model.state import State, Values
 
-__all__ = ["Arrays", "Frame", "is_coded", "ranges_of", "state_of_arrays", "tensors_of", "torch_of"]
+__all__ = ["Arrays", "Frame", "fp8_part", "is_coded", "ranges_of", "state_of_arrays", "tensors_of", "torch_of"]
 
 Arrays = Mapping[str, Any]  # torch tensors or numpy arrays
 Coded = tuple[str, ...] | frozenset[str]  # patterns, or names
@@ -132,6 +132,13 @@ def ranges_of(state: State) -> dict[str, tuple[str, float]]:
             own, _, dtype = spec.range.rpartition(":")
             found[spec.name] = ("" if dtype == MADE else own, float(state[spec.range]))
     return found
+
+
+def fp8_part(state: State) -> State:
+    """The FP8 weights of a state with their ranges."""
+    used = {spec.range for spec in state.layout if spec.kind == "fp8"}
+    specs = tuple(spec for spec in state.layout if spec.kind == "fp8" or spec.name in used)
+    return State(Layout(specs), {spec.name: state[spec.name] for spec in specs})
 
 
 class Frame:

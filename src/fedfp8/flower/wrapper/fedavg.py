@@ -21,9 +21,7 @@ from fedfp8.fl.aggregate import WeightedMean
 from fedfp8.fl.config import ServerConfig
 from fedfp8.fl.server_opt import server_optimize
 from fedfp8.flower.wrapper.strategy import FP8
-from fedfp8.link.arrays import ranges_of
-from fedfp8.model.layout import Layout
-from fedfp8.model.state import State
+from fedfp8.link.arrays import fp8_part, ranges_of
 from fedfp8.rng import derive_seed
 
 __all__ = ["FP8FedAvg"]
@@ -56,7 +54,7 @@ class FP8FedAvg(FP8):
         mean: WeightedMean | None = None
         for reply in replies:
             for state in self.states_of(reply).values():
-                part = _fp8_part(state)
+                part = fp8_part(state)
                 mean = mean or WeightedMean(part.layout)
                 weight = next(iter(reply.content.metric_records.values()))[self.strategy.weighted_by_key]
                 mean.add(part, float(weight))
@@ -86,10 +84,3 @@ class _Optimized(FedAvg):
         if arrays is not None:
             self.wrapper.optimize(arrays, [reply for reply in given if reply.has_content()])
         return arrays, metrics
-
-
-def _fp8_part(state: State) -> State:
-    """The FP8 weights of a state with their ranges."""
-    used = {spec.range for spec in state.layout if spec.kind == "fp8"}
-    specs = tuple(spec for spec in state.layout if spec.kind == "fp8" or spec.name in used)
-    return State(Layout(specs), {spec.name: state[spec.name] for spec in specs})
