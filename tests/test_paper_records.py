@@ -11,8 +11,9 @@ import tomli_w
 from fedfp8.errors import ConfigError, RunError
 from fedfp8.fl import preset, to_dict
 from fedfp8.paper.compare import compare, curves_of, gains_of, write_comparison
+from fedfp8.paper.docs import curve_table, docs_tables, refreshed, update_docs
 from fedfp8.paper.paper import AVERAGE_GAIN, CELLS, SETUPS, TABLE1, TABLES, deviations
-from fedfp8.paper.paper_tables import docs_tables, paper_table, update_docs
+from fedfp8.paper.paper_tables import paper_runs, paper_table
 from fedfp8.paper.plots import Curve, accuracy_against_bytes, add_legend, draw_curves, name_of, new_figure
 from fedfp8.paper.records import (
     TEST_SETS,
@@ -378,6 +379,44 @@ def test_docs_are_refreshed_between_markers(tmp_path: Path) -> None:
     page.write_text("no markers")
     with pytest.raises(ConfigError, match="records:begin"):
         update_docs(page, groups)
+
+
+def test_tables_of_curves_have_means_over_seeds_beside_fp32(tmp_path: Path) -> None:
+    """Second half of four rounds: 2, 3 and 4. Every client's message has the same bytes, a tenth of FP32's for DQ."""
+    for seed, low in ((0, 0.0), (1, 0.02)):
+        write_run(tmp_path, "fp32", seed, [0.2, 0.4, 0.5, 0.6], 400)
+        write_run(tmp_path, "dq", seed, [0.2, 0.4 + low, 0.5 + low, 0.6 + low], 40)
+    write_run(tmp_path, "uq", 0, [0.1, 0.1, 0.1, 0.1], 100)  # has learned nothing: not a row
+    table = curve_table(find_runs(tmp_path), [1, 4, 9])
+    assert list(table.header[:6]) == ["", "seeds", "1", "4", "9", "second half"]
+    fp32, dq = table.rows
+    assert fp32[:7] == ["FP32 FedAvg", "0, 1", "20.0", "60.0", "", "50.0 ± 0.0", "–"]
+    assert dq[:7] == ["**FP8FedAvg-DQ (ours)**", "0, 1", "20.0", "61.0", "", "51.0 ± 1.4", "+1.0 ± 1.4"]
+    assert dq[7:10] == ["3.2 / 3.2", "10.0×", "10.0 ± 0.0×"]
+
+
+def test_a_run_is_compared_with_fp32_over_the_rounds_that_both_have(tmp_path: Path) -> None:
+    write_run(tmp_path, "fp32", 0, [0.2, 0.4, 0.5, 0.6], 400)
+    write_run(tmp_path, "dq", 0, [0.2, 0.5], 40)
+    dq = curve_table(find_runs(tmp_path), [2]).rows[-1]
+    assert dq[3:6] == ["35.0", "+5.0", "3.2 / 3.2"] and dq[6] == "10.0×"
+
+
+def test_a_page_gets_the_curves_that_it_asks_for(tmp_path: Path) -> None:
+    write_run(tmp_path, "fp32", 0, [0.2, 0.4], 400)
+    text = "a\n<!-- curves lenet-cifar10-iid 1 2 -->\nold\n<!-- curves:end -->\nb <!-- curves:end -->\n"
+    groups = by_cell(find_runs(tmp_path))
+    found = refreshed(text, groups)
+    assert "| FP32 FedAvg | 0 | 20.0 | 40.0 |" in found and "old" not in found
+    assert found.startswith("a\n") and found.endswith("b <!-- curves:end -->\n") and refreshed(found, groups) == found
+
+
+@pytest.mark.parametrize("page", ["results.md", "reproduce.md"])
+def test_the_docs_show_the_records(page: str) -> None:
+    """`fedfp8 report results --docs PAGE` would change nothing."""
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / page).read_text()
+    assert refreshed(text, paper_runs(root / "results")) == text
 
 
 def test_how_numbers_are_written() -> None:

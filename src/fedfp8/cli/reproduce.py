@@ -119,7 +119,7 @@ def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int, device
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What run, compare or reproduce has written.")],
     docs: Annotated[
-        Path | None, typer.Option(help="Also refresh the table between the markers of this Markdown file.")
+        Path | None, typer.Option(help="Also refresh the tables between the markers of this Markdown file.")
     ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Also copy the small records (no checkpoints) into this folder.")
@@ -133,7 +133,8 @@ def report(
         from fedfp8.paper.sizes import measure_missing
 
         typer.echo(f"measured {len(measure_missing(folder))} runs")
-    from fedfp8.paper.paper_tables import paper_runs, update_docs
+    from fedfp8.paper.docs import update_docs
+    from fedfp8.paper.paper_tables import paper_runs
     from fedfp8.paper.report import export_records, write_report
 
     written = write_report(folder)

@@ -3,6 +3,7 @@
 import json
 import platform
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from fedfp8.fl.config import Config
@@ -56,6 +57,7 @@ def summarize(history: list[dict[str, Any]], config: Config, state: State) -> Su
         "cache": history[-1].get("cache"),
         "start": _start(history, down + up),
         "machine": {"cpu": processor(), "python": platform.python_version()},
+        "date": datetime.now(UTC).date().isoformat(),
     }
     return Summary(values)
 

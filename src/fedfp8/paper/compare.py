@@ -23,7 +23,17 @@ from fedfp8.paper.records import (
 from fedfp8.paper.tables import Table, gain_text, spread_text
 from fedfp8.text import size_text
 
-__all__ = ["Comparison", "Row", "compare", "comparison_table", "curves_of", "gains_of", "ordered", "write_comparison"]
+__all__ = [
+    "Comparison",
+    "Row",
+    "compare",
+    "comparison_table",
+    "curves_of",
+    "gains_of",
+    "ordered",
+    "spread_of",
+    "write_comparison",
+]
 
 ORDER = tuple(NAMES)
 
@@ -108,7 +118,7 @@ def _row(variant: Variant, fp32: list[RunRecord]) -> Row:
         planned=max(run.planned for run in runs),
         accuracy=_known(run.accuracy for run in runs),
         accuracy_best=_known(run.best for run in runs),
-        accuracy_sent=_spread(run.accuracy_sent for run in runs),
+        accuracy_sent=spread_of(run.accuracy_sent for run in runs),
         bytes=_known(run.bytes_total for run in runs),
         bytes_down=_known(run.bytes_down for run in runs),
         bytes_up=_known(run.bytes_up for run in runs),
@@ -123,10 +133,10 @@ def _row(variant: Variant, fp32: list[RunRecord]) -> Row:
 
 def _gain(pairs: Iterable[tuple[list[Point], list[Point]]], metric: Metric) -> Spread | None:
     found = [gain_between(base, method, metric) for base, method in pairs]
-    return _spread(gain.gain if gain else None for gain in found)
+    return spread_of(gain.gain if gain else None for gain in found)
 
 
-def _spread(values: Iterable[float | None]) -> Spread | None:
+def spread_of(values: Iterable[float | None]) -> Spread | None:
     """None unless every value is known: a mean over some of the seeds would not be the mean of the row."""
     known = list(values)
     if not known or any(value is None for value in known):
@@ -136,7 +146,7 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def _known(values: Iterable[float | None]) -> Spread:
-    spread = _spread(values)
+    spread = spread_of(values)
     assert spread is not None  # compare() keeps only runs with an evaluated round
     return spread
 

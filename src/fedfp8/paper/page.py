@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fedfp8.paper.compare import Comparison, base_of, curves_of, ordered
+from fedfp8.paper.docs import machine_of
 from fedfp8.paper.paper import deviations
-from fedfp8.paper.paper_tables import machine_of
 from fedfp8.paper.plots import name_of, styles_of
 from fedfp8.paper.records import RunRecord, Variant, gain_between, sent_value_of, settings_text, value_of
 from fedfp8.paper.tables import NONE, Table, duration_text, spread_text

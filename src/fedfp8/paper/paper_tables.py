@@ -1,22 +1,20 @@
-"""The paper's tables with ours beside them, and the list of cells for docs/reproduce.md. No torch."""
+"""The paper's tables with ours beside them. No torch."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedfp8.errors import ConfigError
-from fedfp8.paper.compare import Row, compare, ordered
-from fedfp8.paper.paper import CELLS, TABLES, PaperTable, Reported, changes, deviations
+from fedfp8.paper.compare import Row, compare
+from fedfp8.paper.paper import CELLS, TABLES, PaperTable, Reported, deviations
 from fedfp8.paper.plots import name_of
 from fedfp8.paper.records import RunRecord, by_cell, find_runs
-from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, spread_text
+from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, gain_text, spread_text
 from fedfp8.text import size_text
 
-__all__ = ["docs_tables", "paper_runs", "paper_table", "update_docs", "write_paper_table"]
+__all__ = ["Groups", "departures_of", "paper_runs", "paper_table", "write_paper_table"]
 
-BEGIN, END = "<!-- records:begin -->", "<!-- records:end -->"
 Groups = Mapping[str, Sequence[RunRecord]]  # cell -> runs
 
 HEADER = (
@@ -54,7 +52,7 @@ def paper_table(table: PaperTable, groups: Groups) -> Table:
             chosen: list[Row | None] = [row for row in rows if row.method == method]
             body += [_line(cell, method, paper, row) for row in chosen or [None]]
         smoke += [f"{cell} {row.label} ({_smoke(row)})" for row in rows if not row.learned]
-        departures += _departures(cell, runs)
+        departures += departures_of(cell, runs)
     listed = [f"Smoke checks, which ran but have not learned yet: {'; '.join(smoke)}."] if smoke else []
     return Table(table.title, HEADER, body, (*NOTES, *listed, *departures))
 
@@ -79,7 +77,7 @@ def _line(cell: str, method: str, paper: Reported | None, ours: Row | None) -> l
     return [about.model, about.data, about.setting, name_of(ours.label if ours else method), reported, *measured]
 
 
-def _departures(cell: str, runs: Sequence[RunRecord]) -> list[str]:
+def departures_of(cell: str, runs: Sequence[RunRecord]) -> list[str]:
     """What a cell's runs do otherwise than the paper, once per distinct list; the rounds have their own column."""
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -109,68 +107,3 @@ def _as_json(table: PaperTable, groups: Groups) -> dict[str, Any]:
             "deviations": sorted({item for run in runs for item in deviations(cell, run.config)}),
         }
     return {"table": table.name, "title": table.title, "cells": cells}
-
-
-def docs_tables(groups: Groups) -> list[Table]:
-    """Cell, command, paper's number, ours so far, run length, machine, date; a row per cell and variant. Results first,
-    then the smoke checks: runs that have not learned yet."""
-    header = ["cell", "method", "paper", "ours so far", "run length", "machine", "date", "command"]
-    results, smoke = [], []
-    for cell in CELLS:
-        found = list(zip(compare(groups.get(cell, ())), ordered(groups.get(cell, ())), strict=True))
-        methods = [*TABLES["table1"].methods, *(row.method for row, _ in found)]
-        for method in dict.fromkeys(methods):
-            chosen = [(row, variant.runs) for row, variant in found if row.method == method]
-            results += [_docs_line(cell, method, row, runs) for row, runs in chosen if row.learned]
-            smoke += [_docs_line(cell, method, row, runs) for row, runs in chosen if not row.learned]
-            if not chosen:
-                results.append(_docs_line(cell, method, None, ()))
-    notes = [line for cell in CELLS for line in _departures(cell, groups.get(cell, ()))]
-    tables = [Table("", header, results, notes)]
-    return [*tables, Table("Smoke checks: these ran, and have not learned yet", header, smoke)] if smoke else tables
-
-
-def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord]) -> list[str]:
-    known = [table.numbers[cell] for table in TABLES.values() if cell in table.numbers]
-    paper = next((numbers[method].text() for numbers in known if method in numbers), NONE)
-    experiment = next((t.name for t in TABLES.values() if method in t.methods and cell in t.numbers), "table1")
-    methods = "fp32" if method == "fp32" else f"fp32,{method}"
-    command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs)}`"
-    if row is None:
-        return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
-    gains = f"{gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent" if row.comparable else NOT_LEARNED
-    ours = f"{spread_text(row.accuracy, 100)} / {gains}"
-    length = f"{row.rounds} rounds, {duration_text(row.seconds / len(runs))}" + _rest(runs)
-    return [cell, row.label, paper, ours, length, machine_of(runs), runs[-1].date, command]
-
-
-def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
-    """What to add to the command for runs like these: length, seeds, and settings that are not the paper's or ours."""
-    if row is None:
-        return ""
-    changed = {k: ours for run in runs for k, (ours, _) in changes(cell, run.config).items() if k != "round.count"}
-    sets = [f"{key}={str(value).lower()}" for key, value in changed.items()]
-    known = {*changed, "round.count"}
-    sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in known]
-    settings = "".join(f" --set {text}" for text in sets)
-    return f" --rounds {row.rounds} --seeds {','.join(str(run.seed) for run in runs)}{settings}"
-
-
-def _rest(runs: Sequence[RunRecord]) -> str:
-    return "" if all(run.finished for run in runs) else " (goes on)"
-
-
-def machine_of(runs: Iterable[RunRecord]) -> str:
-    """The processors the runs say they were made on."""
-    found = sorted({str(run.summary.get("machine", {}).get("cpu", "")) for run in runs} - {""})
-    return ", ".join(found) or NONE
-
-
-def update_docs(path: Path, groups: Groups) -> None:
-    """Replace what is between the markers of a Markdown file by the table of the records."""
-    text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ConfigError(f"{path} must hold the lines {BEGIN} and {END} once each; the table goes between them")
-    before, rest = text.split(BEGIN)
-    tables = "\n".join(table.markdown("###") for table in docs_tables(groups))
-    path.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{rest.split(END)[1]}")

@@ -309,9 +309,9 @@ class RunRecord:
 
     @property
     def date(self) -> str:
-        """Day of the last round: as noted in sizes.json, else that of the file."""
+        """Day of the last round: as noted in the records, else (those of 0.1.0) that of the file."""
         written = datetime.fromtimestamp((self.path / "history.jsonl").stat().st_mtime, UTC)
-        return str(self.sizes.get("date") or written.date().isoformat())
+        return str(self.sizes.get("date") or self.summary.get("date") or written.date().isoformat())
 
 
 def read_run(path: Path) -> RunRecord:

@@ -1,0 +1,173 @@
+"""The tables of the documentation that are made of the records: `fedfp8 report results --docs PAGE`. No torch.
+
+A page has places for them:
+
+    <!-- records:begin --> ... <!-- records:end -->               every cell of the paper, with its command
+    <!-- curves CELL ROUND ROUND ... --> ... <!-- curves:end -->  accuracy round by round, method beside method
+
+One evaluation moves by some tenths of a point, so a table of curves also has the mean of all evaluations in the second
+half of a run, and how far that is from FP32's of the same seed and rounds.
+"""
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fedfp8.errors import ConfigError
+from fedfp8.paper.compare import Row, Spread, base_of, compare, ordered, spread_of
+from fedfp8.paper.paper import CELLS, TABLES, changes
+from fedfp8.paper.paper_tables import Groups, departures_of
+from fedfp8.paper.plots import name_of
+from fedfp8.paper.records import RunRecord
+from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, spread_text
+
+__all__ = ["curve_table", "docs_tables", "machine_of", "refreshed", "update_docs"]
+
+RECORDS = re.compile(r"(<!-- records:begin -->\n).*?(?=<!-- records:end -->)", re.S)
+CURVES = re.compile(r"(<!-- curves (\S+)((?: \d+)+) -->\n).*?(?=<!-- curves:end -->)", re.S)
+Pair = tuple[RunRecord, RunRecord]  # a run, and the FP32 run that it is measured against
+
+
+def update_docs(path: Path, groups: Groups) -> None:
+    """Put the tables of the records into the places that a Markdown file has for them."""
+    text = path.read_text()
+    if not RECORDS.search(text) and not CURVES.search(text):
+        raise ConfigError(
+            f"{path} has no place for a table; put the lines <!-- records:begin --> and <!-- records:end -->, or <!-- "
+            "curves CELL ROUND ROUND ... --> and <!-- curves:end -->, where it belongs"
+        )
+    path.write_text(refreshed(text, groups))
+
+
+def refreshed(text: str, groups: Groups) -> str:
+    """A page with its tables made anew."""
+
+    def curves(found: re.Match[str]) -> str:
+        table = curve_table(groups.get(found[2], ()), [int(number) for number in found[3].split()])
+        return f"{found[1]}\n{table.markdown()}\n"
+
+    cells = "\n".join(table.markdown("###") for table in docs_tables(groups))
+    return CURVES.sub(curves, RECORDS.sub(lambda found: f"{found[1]}\n{cells}\n", text))
+
+
+# Every cell of the paper
+
+
+def docs_tables(groups: Groups) -> list[Table]:
+    """Cell, command, paper's number, ours so far, run length, machine, date; a row per cell and variant. Results first,
+    then the smoke checks: runs that have not learned yet."""
+    header = ["cell", "method", "paper", "ours so far", "run length", "machine", "date", "command"]
+    results, smoke = [], []
+    for cell in CELLS:
+        found = list(zip(compare(groups.get(cell, ())), ordered(groups.get(cell, ())), strict=True))
+        methods = [*TABLES["table1"].methods, *(row.method for row, _ in found)]
+        for method in dict.fromkeys(methods):
+            chosen = [(row, variant.runs) for row, variant in found if row.method == method]
+            results += [_docs_line(cell, method, row, runs) for row, runs in chosen if row.learned]
+            smoke += [_docs_line(cell, method, row, runs) for row, runs in chosen if not row.learned]
+            if not chosen:
+                results.append(_docs_line(cell, method, None, ()))
+    notes = [line for cell in CELLS for line in departures_of(cell, groups.get(cell, ()))]
+    tables = [Table("", header, results, notes)]
+    return [*tables, Table("Smoke checks: these ran, and have not learned yet", header, smoke)] if smoke else tables
+
+
+def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord]) -> list[str]:
+    known = [table.numbers[cell] for table in TABLES.values() if cell in table.numbers]
+    paper = next((numbers[method].text() for numbers in known if method in numbers), NONE)
+    experiment = next((t.name for t in TABLES.values() if method in t.methods and cell in t.numbers), "table1")
+    methods = "fp32" if method == "fp32" else f"fp32,{method}"
+    command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs)}`"
+    if row is None:
+        return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
+    gains = f"{gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent" if row.comparable else NOT_LEARNED
+    ours = f"{spread_text(row.accuracy, 100)} / {gains}"
+    length = f"{row.rounds} rounds, {duration_text(row.seconds / len(runs))}" + _rest(runs)
+    return [cell, row.label, paper, ours, length, machine_of(runs), runs[-1].date, command]
+
+
+def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
+    """What to add to the command for runs like these: length, seeds, and settings that are not the paper's or ours."""
+    if row is None:
+        return ""
+    changed = {k: ours for run in runs for k, (ours, _) in changes(cell, run.config).items() if k != "round.count"}
+    sets = [f"{key}={str(value).lower()}" for key, value in changed.items()]
+    known = {*changed, "round.count"}
+    sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in known]
+    settings = "".join(f" --set {text}" for text in sets)
+    return f" --rounds {row.rounds} --seeds {','.join(str(run.seed) for run in runs)}{settings}"
+
+
+def _rest(runs: Sequence[RunRecord]) -> str:
+    return "" if all(run.finished for run in runs) else " (goes on)"
+
+
+def machine_of(runs: Iterable[RunRecord]) -> str:
+    """The processors the runs say they were made on."""
+    found = sorted({str(run.summary.get("machine", {}).get("cpu", "")) for run in runs} - {""})
+    return ", ".join(found) or NONE
+
+
+# Curves
+
+
+def curve_table(runs: Sequence[RunRecord], rounds: Sequence[int]) -> Table:
+    """A row for each variant of a cell that has learned; numbers are means over its seeds."""
+    header = ["", "seeds", *map(str, rounds), "second half", "beside FP32", "bits down / up", "fewer bytes", "gain"]
+    fp32 = [run for run in runs if run.method == "fp32"]
+    found = zip(compare(runs), ordered(runs), strict=True)
+    body = [_line(row, variant.runs, fp32, rounds) for row, variant in found if row.learned]
+    return Table("", [*header, "gain, start sent"], body)
+
+
+def _line(row: Row, runs: Sequence[RunRecord], fp32: list[RunRecord], rounds: Sequence[int]) -> list[str]:
+    pairs = [(run, base) for run in runs if (base := base_of(run, fp32)) is not None]
+    name = f"**{name_of(row.label)}**" if row.method == "dq" else name_of(row.label)
+    return [
+        name,
+        ", ".join(str(seed) for seed in row.seeds),
+        *(_accuracy([p.value for run in runs for p in run.points if p.round == n], len(runs)) for n in rounds),
+        spread_text(spread_of(_late(run, run.rounds) for run in runs), 100),
+        _signed(spread_of(_apart(pair) for pair in pairs)) if row.method != "fp32" and pairs else NONE,
+        f"{_bits(pairs, 'bytes_down')} / {_bits(pairs, 'bytes_up')}" if pairs else NONE,
+        f"{statistics.fmean(map(_fewer, pairs)):.1f}×" if pairs else NONE,
+        gain_text(row.gain, row.comparable),
+        gain_text(row.gain_with_start, row.comparable) if row.gain_with_start else NONE,
+    ]
+
+
+def _accuracy(values: list[float], seeds: int) -> str:
+    """Empty where a seed did not get that far."""
+    return f"{100 * statistics.fmean(values):.1f}" if len(values) == seeds else ""
+
+
+def _signed(value: Spread | None) -> str:
+    text = spread_text(value, 100)
+    return text if value is None or value.mean < 0 else f"+{text}"
+
+
+def _late(run: RunRecord, rounds: int) -> float:
+    """The mean of the evaluations in the second half of so many rounds."""
+    return statistics.fmean(p.value for p in run.points if rounds / 2 <= p.round <= rounds)
+
+
+def _apart(pair: Pair) -> float:
+    rounds = min(run.rounds for run in pair)
+    return _late(pair[0], rounds) - _late(pair[1], rounds)
+
+
+def _fewer(pair: Pair) -> float:
+    """FP32's bytes over the run's, of as many rounds."""
+    rounds = min(run.rounds for run in pair)
+    own, base = (next(line["bytes_total"] for line in run.history if line["round"] == rounds) for run in pair)
+    return float(base / own)
+
+
+def _bits(pairs: Iterable[Pair], way: str) -> str:
+    """Per weight: a message of FP32 has 32."""
+
+    def each(run: RunRecord) -> float:
+        return float(getattr(run, way)) / sum(len(line["clients"]) for line in run.history)
+
+    return f"{statistics.fmean(32 * each(run) / each(base) for run, base in pairs):.3g}"
