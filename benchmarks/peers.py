@@ -36,6 +36,7 @@ from fedfp8.fl import Config, preset, to_dict
 from fedfp8.fl.evaluate import evaluate_piece
 from fedfp8.fl.federation import Federation, build
 from fedfp8.fl.local import learning_rate, local_update
+from fedfp8.fl.memory import keep_freed_memory
 from fedfp8.fl.simulate import sample
 from fedfp8.paper.records import RunRecord, gain_between
 from fedfp8.paper.tables import NOT_LEARNED
@@ -182,6 +183,7 @@ def measure_one(job: tuple[Config, str, Path | None]) -> Run | str:
             raise ConfigError(f"{file} is of other settings; give another --work, or delete it")
         return kept["run"]
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the engine's workers do
     federation = build(config)
     shapes = shapes_of(federation.model)
     try:
