@@ -34,7 +34,7 @@ __all__ = ["ACTIVATION_FLOOR", "WEIGHT_FLOOR", "Operand", "compute", "in_graph",
 WEIGHT_FLOOR = 2.0**-6  # times 1/sqrt(fan-in)
 ACTIVATION_FLOOR = 2.0**-10
 Result = TypeVar("Result")
-KEEP = 1 << 14  # elements up to which holding a rounded operand costs less than rounding it again
+KEEP = 1 << 18  # elements up to which holding a rounded operand costs less than rounding it again
 
 
 def weight_floor(weight: Tensor) -> float:
