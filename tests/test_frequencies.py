@@ -329,3 +329,15 @@ def test_a_server_makes_the_frequencies_of_a_model_once(monkeypatch: pytest.Monk
     assert 1.9 * written < server.history.size() < 2.1 * written
     server.close()
     assert len(server.history._forms) == 2
+
+
+def test_models_that_have_their_frequencies_made_are_not_mapped() -> None:
+    """They would count as memory of the server twice; small tensors of a message keep no file mapped either."""
+    server, clients, model = ServerLink("dq", seed=1), [ClientLink() for _ in range(3)], dict(a_state())
+    for _ in range(4):
+        model = {name: tensor + 0.01 * torch.randn(tensor.shape) for name, tensor in model.items()}
+        for i, message in server.broadcast(model, range(3)).items():
+            received = clients[i].receive(message)
+            update = server.receive(i, clients[i].reply(received))
+            assert all(torch.allclose(update[name], model[name], atol=1e-6) for name in model)
+    assert len(server.history._forms) == 4 and not server.history._mapped

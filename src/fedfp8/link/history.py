@@ -17,7 +17,8 @@ from typing import Any
 from fedfp8.errors import RunError
 from fedfp8.link.store import read_state, write_state
 from fedfp8.link.wire import Wire, steps_of
-from fedfp8.model.frequencies import Frequencies
+from fedfp8.model.frequencies import Frequencies, layout_of_frequencies
+from fedfp8.model.layout import Layout
 from fedfp8.model.quantized import QuantState, Remade, describe, quantize_as, quantize_state
 from fedfp8.model.state import State, Values
 
@@ -67,7 +68,7 @@ class History:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._newest: tuple[int, State] | None = None  # the model that was added last, in memory
         self._mapped: dict[int, State] = {}  # others that were asked for: files that the system reads where it must
-        self._forms: dict[int, State] = {}  # models as frequencies, in files of this process alone
+        self._forms: dict[int, tuple[Layout, State]] = {}  # layouts of models, and these as frequencies, in files, too
         self._described: dict[tuple[int, Wire], QuantState] = {}  # what messages of a model say at every place
         self._sums: dict[Key, dict[str, int]] = {}  # what is known of the fingerprints of what was sent
         self._sent: dict[Key, State] = {}
@@ -104,14 +105,13 @@ class History:
         """What a client at `place` was sent in the round of model `number`, in the form that travelled."""
         with self._lock:
             key = number, wire, place if wire.has_places else 0
-            state = self._form_down(number, wire)
+            described, state = self._describe(number, wire, place), self._form_down(number, wire)
             if wire.has_places:  # others ask for other places: tensors are made when they are needed
-                return Remade(self._describe(number, wire, place), state, self._sums.setdefault(key, {}))
+                return Remade(described, state, self._sums.setdefault(key, {}))
             if key not in self._sent:
                 while len(self._sent) >= 2:
                     self._sent.pop(next(iter(self._sent)))
-                remade = Remade(self._describe(number, wire, place), state)
-                self._sent[key] = State(state.layout, dict(remade))
+                self._sent[key] = State(state.layout, dict(Remade(described, state)))
             return self._sent[key]
 
     def _model_down(self, number: int, wire: Wire) -> State:
@@ -120,18 +120,23 @@ class History:
 
     def _form_down(self, number: int, wire: Wire) -> State:
         """The same as the tensors that travel; made once, since every message of many rounds asks for it."""
-        state = self._model_down(number, wire)
-        values = Frequencies(state)
-        if not wire.as_frequencies or values.layout == state.layout:
-            return state
+        if not wire.as_frequencies:
+            return self._model_down(number, wire)
         if number not in self._forms:
-            self._forms[number] = _mapped(State(values.layout, dict(values)))
-        return self._forms[number].with_layout(values.layout)
+            model = self.model(number)
+            form = Frequencies(model)
+            if form.layout == model.layout:
+                return self._model_down(number, wire)
+            self._forms[number] = model.layout, _mapped(State(form.layout, dict(form)))
+            self._mapped.pop(number, None)  # it has served
+        layout, state = self._forms[number]
+        return state.with_layout(layout_of_frequencies(wire.layout_down(layout)))
 
     def _describe(self, number: int, wire: Wire, place: int) -> QuantState:
         if (number, wire) not in self._described:
             state = self._model_down(number, wire)
-            self._described[number, wire] = describe(state, **_how(state, self.entries[number], wire, self.root))
+            q = describe(state, **_how(state, self.entries[number], wire, self.root))
+            self._described[number, wire] = replace(q, rest={name: t.clone() for name, t in q.rest.items()})
         return replace(self._described[number, wire], place=place if wire.has_places else 0, codes={})
 
     def keep_only(self, numbers: Iterable[int]) -> None:
@@ -154,7 +159,7 @@ class History:
     def size(self) -> int:
         """Bytes on disk."""
         models = sum(self.path(n).stat().st_size for n in self.entries if self.path(n).exists())
-        return models + sum(tensor.nbytes for form in self._forms.values() for tensor in form.values())
+        return models + sum(tensor.nbytes for _, form in self._forms.values() for tensor in form.values())
 
 
 def _mapped(state: State) -> State:
