@@ -198,6 +198,7 @@ def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -
     write_run(tmp_path, "dq", 0, [0.7], 10, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)
     assert [v.label for v in variants(find_runs(tmp_path))] == ["dq", "dq:dq.kappa_up=16"]
     assert name_of("dq:dq.kappa_up=16:local.lr=1") == "FP8FedAvg-DQ (ours), dq.kappa_up=16, local.lr=1"
+    assert name_of("uq:round.count=60") == "FP8FedAvg-UQ, 60 rounds"
 
 
 def test_the_same_run_in_two_folders_and_runs_of_other_lengths_are_not_two_seeds(tmp_path: Path) -> None:
@@ -275,8 +276,8 @@ def test_the_known_test_sets_are_those_of_the_data_sets() -> None:
 
 
 def test_smoke_checks_are_listed_apart(tmp_path: Path) -> None:
-    write_run(tmp_path, "fp32", 0, [0.7], 400, sizes=100)
-    write_run(tmp_path, "uq", 0, [0.7], 50, sizes=25)
+    write_run(tmp_path, "fp32", 0, [0.6, 0.7], 400, sizes=100)
+    write_run(tmp_path, "uq", 0, [0.6, 0.7], 50, sizes=25)
     for method in ("fp32", "uq"):
         write_run(tmp_path, method, 0, [0.11], 50, cell="resnet18-cifar10-iid")
     groups = by_cell(find_runs(tmp_path))

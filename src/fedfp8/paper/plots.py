@@ -6,6 +6,7 @@ without colour. Every picture is written as PNG and as PDF.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +74,10 @@ MORE = ("#7A4B00", "#004D40", "#5D3A9B", "#8F8F00", "#B00020", "#1A5276")  # var
 
 
 def name_of(label: str) -> str:
-    """The name of a label: ``dq:dq.kappa_up=16`` -> ``FP8FedAvg-DQ (ours), dq.kappa_up=16``."""
-    method, _, rest = label.partition(":")
-    return ", ".join([NAMES.get(method, method), *filter(None, rest.split(":"))])
+    """The name of a label: ``uq:round.count=60:local.lr=1`` -> ``FP8FedAvg-UQ, 60 rounds, local.lr=1``."""
+    method, *rest = label.split(":")
+    parts = [re.sub(r"^round\.count=(\d+)$", r"\1 rounds", part) for part in rest if part]
+    return ", ".join([NAMES.get(method, method), *parts])
 
 
 def styles_of(labels: Sequence[str]) -> dict[str, Style]:

@@ -37,6 +37,7 @@ __all__ = [
     "communication_gain",
     "find_runs",
     "grouped",
+    "longest",
     "points_of",
     "read_run",
     "settings_text",
@@ -376,6 +377,15 @@ def _split(label: str, runs: list[RunRecord]) -> list[Variant]:
         common = os.path.commonpath([run.path for run in kind])  # the same seed twice: two folders, not two seeds
         found += [Variant(run.method, f"{name}:{os.path.relpath(run.path, common)}", (run,)) for run in kind]
     return found
+
+
+def longest(runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """Of runs that differ only in how long they are to be, the longest."""
+    found: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        others = {key: value for key, value in run.settings.items() if key != "round.count"}
+        found.setdefault(f"{run.label} {others}", []).append(run)
+    return [run for kind in found.values() for run in kind if run.planned == max(each.planned for each in kind)]
 
 
 def settings_text(settings: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ into the folder itself; nothing is ever written outside it. The page is put toge
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fedfp8.paper.figures import draw_figure3, draw_figure4, draw_theory
 from fedfp8.paper.page import Section, cell_section, image, note, page, sentence
 from fedfp8.paper.paper import CELLS, TABLES
 from fedfp8.paper.paper_tables import Groups, write_paper_table
-from fedfp8.paper.records import by_cell, find_runs, grouped, read_run
+from fedfp8.paper.records import RunRecord, by_cell, find_runs, grouped, longest, read_run
 
 __all__ = ["Report", "export_records", "write_report"]
 
@@ -71,14 +71,25 @@ def _paper_sections(folder: Path, cells: Groups) -> list[Section]:
     """The paper's tables and figures, as far as there are records for them."""
     tables = [name for name in TABLES if name != "figure4" and _wanted(name, cells, folder)]
     sections = [_table(name, cells, folder) for name in tables]
-    drawable = {cell: found for cell, found in cells.items() if len({run.method for run in found if run.learned}) > 1}
+    learned = {cell: found for cell, found in cells.items() if _methods(found) > 1}
+    curves = {cell: [run for run in longest(found) if len(run.points) > 1] for cell, found in learned.items()}
+    drawable = {cell: found for cell, found in curves.items() if _methods(found) > 1}
     if drawable:
         draw_figure4(drawable, folder / "figure4")
-        rest = [cell for cell in cells if cell not in drawable]
-        said = note(f"Not drawn, because they have not learned yet: {', '.join(rest)}.") if rest else ""
+        said = _not_drawn("they have not learned yet", cells.keys() - learned)
+        said += _not_drawn("they were evaluated only once", learned.keys() - drawable)
         sections.append(Section(TABLES["figure4"].title, image(folder / "figure4.png", "page") + said))
     sections += [_experiment(folder, name) for name in ("figure3", "theory") if (folder / f"{name}.json").exists()]
     return sections
+
+
+def _methods(runs: Iterable[RunRecord]) -> int:
+    """How many have learned."""
+    return len({run.method for run in runs if run.learned})
+
+
+def _not_drawn(why: str, cells: Collection[str]) -> str:
+    return note(f"Not drawn, because {why}: {', '.join(sorted(cells))}.") if cells else ""
 
 
 def _wanted(name: str, cells: Groups, folder: Path) -> bool:
