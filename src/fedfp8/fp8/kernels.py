@@ -383,14 +383,16 @@ def to_frequencies(blocks, basis, out):
 @kernel
 def from_frequencies(rows, basis, out):
     """out[n, j] = sum_f basis[f, j] * rows[f, n]: the inverse."""
-    columns, sums, transposed = np.empty((rows.shape[0], TILE), np.float32), np.empty(TILE, np.float32), basis.T.copy()
+    columns, sums = np.empty((rows.shape[0], TILE), np.float32), np.empty((basis.shape[1], TILE), np.float32)
+    transposed = basis.T.copy()
     for start in range(0, rows.shape[1], TILE):
         size = min(TILE, rows.shape[1] - start)
         columns[:, :size] = rows[:, start : start + size]
         for j in range(basis.shape[1]):
-            mix(transposed[j], columns, sums, size)
-            for n in range(size):
-                out[start + n, j] = sums[n]
+            mix(transposed[j], columns, sums[j], size)
+        for n in range(size):
+            for j in range(basis.shape[1]):
+                out[start + n, j] = sums[j, n]
 
 
 @kernel
