@@ -60,20 +60,22 @@ def test_report_needs_no_torch_and_no_network(tmp_path: Path) -> None:
 
 
 def test_figure_4_has_a_curve_a_method_and_no_panel_without_curves(tmp_path: Path) -> None:
-    """Its longest runs stand for a method; one evaluation is a point."""
+    """Its longest runs stand for a method, in the headline, too; one evaluation is a point."""
     for seed, values in enumerate(([0.4, 0.5, 0.6], [0.4, 0.5])):
         write_run(tmp_path, "fp32", seed, values, 400)
         write_run(tmp_path, "uq", seed, values, 50)
-    write_run(tmp_path, "dq", 0, [0.4], 10)
+    write_run(tmp_path, "dq", 0, [0.4], 100)
+    write_run(tmp_path, "qat-nearest", 0, [0.4, 0.5], 400)
     for method in ("fp32", "uq"):
         write_run(tmp_path, method, 0, [0.4], 400, cell="lenet-cifar10-dir")
     with patch("fedfp8.paper.report.draw_figure4", wraps=draw_figure4) as drawn:
-        page = write_report(tmp_path).path.read_text()
+        report = write_report(tmp_path)
+    assert "FP8FedAvg-UQ needed 8.0 times fewer bytes than FP32 to reach 60.0 % accuracy" in report.headline
     ((cells, _),) = (call.args for call in drawn.call_args_list)
     assert {cell: [(r.method, r.seed) for r in runs] for cell, runs in cells.items()} == {
         "lenet-cifar10-iid": [("fp32", 0), ("uq", 0)]
     }
-    assert "Not drawn, because they were evaluated only once: lenet-cifar10-dir." in page
+    assert "Not drawn, because they were evaluated only once: lenet-cifar10-dir." in report.path.read_text()
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedfp8.paper.compare import Comparison, base_of, curves_of, ordered
+from fedfp8.paper.compare import Comparison, base_of, compare, curves_of, ordered
 from fedfp8.paper.docs import machine_of
 from fedfp8.paper.paper import deviations
 from fedfp8.paper.plots import name_of, styles_of
-from fedfp8.paper.records import RunRecord, Variant, gain_between, sent_value_of, settings_text, value_of
+from fedfp8.paper.records import RunRecord, Variant, gain_between, longest, sent_value_of, settings_text, value_of
 from fedfp8.paper.tables import NONE, Table, duration_text, spread_text
 from fedfp8.text import size_text
 
@@ -43,8 +43,9 @@ class Section:
 
 
 def sentence(comparison: Comparison) -> str:
-    """What a group of runs came to: its largest gain, or why there is none."""
-    rows = comparison.rows
+    """What a group of runs came to: the largest gain of its longest runs, or why there is none."""
+    runs = longest(comparison.runs)
+    rows = compare(runs)
     row = max(
         (r for r in rows if r.gain and r.method != "fp32"), key=lambda r: r.gain.mean if r.gain else 0, default=None
     )
@@ -59,8 +60,8 @@ def sentence(comparison: Comparison) -> str:
     times = f"{row.name} needed {spread_text(row.gain)} times fewer bytes than FP32 to reach "
     if len(row.seeds) > 1:
         return times + f"the same {row.metric.name} (mean over {len(row.seeds)} seeds)."
-    run = next(v.runs[0] for v in ordered(comparison.runs) if v.label == row.label)
-    base = base_of(run, [r for r in comparison.runs if r.method == "fp32" and r.points])
+    run = next(v.runs[0] for v in ordered(runs) if v.label == row.label)
+    base = base_of(run, [r for r in runs if r.method == "fp32" and r.points])
     gain = gain_between(base.points, run.points, row.metric) if base else None
     assert gain is not None  # the row has one
     reached = f"{row.metric.text(gain.value)} {row.metric.name}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfp8.errors import extra
-from fedfp8.paper.records import ACCURACY, Gain, Metric
+from fedfp8.paper.records import ACCURACY, Gain, Metric, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,6 +155,8 @@ def add_legend(figure: Figure, columns: int) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
+    names = list(NAMES.values())
+    found = dict(sorted(found.items(), key=lambda item: rank(item[0].partition(",")[0], names)))
     if found:
         with rc_context(PAPER):
             options: Any = {"loc": "outside lower center"}  # a place that matplotlib's own types do not know

@@ -72,7 +72,7 @@ def _paper_sections(folder: Path, cells: Groups) -> list[Section]:
     tables = [name for name in TABLES if name != "figure4" and _wanted(name, cells, folder)]
     sections = [_table(name, cells, folder) for name in tables]
     learned = {cell: found for cell, found in cells.items() if _methods(found) > 1}
-    curves = {cell: [run for run in longest(found) if len(run.points) > 1] for cell, found in learned.items()}
+    curves = {cell: [run for run in longest(found) if _is_drawn(run)] for cell, found in learned.items()}
     drawable = {cell: found for cell, found in curves.items() if _methods(found) > 1}
     if drawable:
         draw_figure4(drawable, folder / "figure4")
@@ -86,6 +86,11 @@ def _paper_sections(folder: Path, cells: Groups) -> list[Section]:
 def _methods(runs: Iterable[RunRecord]) -> int:
     """How many have learned."""
     return len({run.method for run in runs if run.learned})
+
+
+def _is_drawn(run: RunRecord) -> bool:
+    """One evaluation is no curve, and methods of Table 2 send as much as FP32."""
+    return len(run.points) > 1 and (run.method == "fp32" or run.method not in TABLES["table2"].methods)
 
 
 def _not_drawn(why: str, cells: Collection[str]) -> str:
