@@ -173,10 +173,15 @@ def number(key: str, value: float) -> str:
 # Running it, wire by wire
 
 
+def file_name(name: str) -> str:
+    """UQ and UQ+ must stay apart."""
+    return re.sub("[^0-9a-zA-Z+-]+", "_", name)
+
+
 def measure_one(job: tuple[Config, str, Path | None]) -> Run | str:
     """One wire with one seed, or why it is missing; from the file where it was kept, if it has been done before."""
     config, name, folder = job
-    file = None if folder is None else folder / f"{re.sub('[^0-9a-zA-Z-]+', '_', name)}-seed{config.seed}.json"
+    file = None if folder is None else folder / f"{file_name(name)}-seed{config.seed}.json"
     if file is not None and file.exists():
         kept = json.loads(file.read_text())
         if kept["config"] != json.loads(json.dumps(to_dict(config))):
@@ -257,7 +262,7 @@ def main() -> None:
     content |= {"weights": weights, "skipped": skipped}
     print(section(content))
     if given.out:
-        name = re.sub("[^0-9a-zA-Z-]+", "_", f"peers-{given.preset}" + (f"-{given.only}" if given.only else ""))
+        name = file_name(f"peers-{given.preset}" + (f"-{given.only}" if given.only else ""))
         (given.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -290,6 +290,11 @@ def test_a_wire_that_is_done_is_not_run_again(peers, tmp_path: Path, monkeypatch
         peers.measure(tiny("fp32", 3), [0], names, tmp_path)
 
 
+def test_no_two_wires_share_a_file(peers, codecs) -> None:
+    """UQ+ was once shown with what UQ had left behind."""
+    assert len({peers.file_name(wire).lower() for wire in codecs.WIRES}) == len(codecs.WIRES)
+
+
 def test_gains_have_the_spread_between_seeds(peers) -> None:
     """And there is none where a side is at chance."""
 
