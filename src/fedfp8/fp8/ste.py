@@ -141,14 +141,15 @@ def gradients(
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """dL/dx and dL/dalpha from the upstream gradient g."""
     c, keys = grid_for(alpha, format), rounding_keys(rounding, seed, None)
-    if not (has_kernel(x) and has_kernel(g)) or (keys is not None and not x.is_contiguous()):
+    if not (has_kernel(x) and has_kernel(g)):
         ordered, restore = flat(x)
         gx, galpha = anydevice.gradients(ordered, g.reshape(-1), c, keys)
         return restore(gx), galpha
     from fedfp8.fp8 import kernels
 
-    by_stride = memory_order(x)
-    xs, gs = x.permute(by_stride).contiguous(), g.permute(by_stride).contiguous()
+    # Random bits go by an element's place in logical order; without them the order is free, and memory's the fastest
+    order = memory_order(x) if keys is None else list(range(x.dim()))
+    xs, gs = x.permute(order).contiguous(), g.permute(order).contiguous()
     gx = torch.empty_like(xs)
     partial = np.zeros(-(-xs.numel() // kernels.CHUNK))
     arrays = (xs.detach().view(-1).numpy(), gs.view(-1).numpy(), gx.view(-1).numpy())
@@ -158,8 +159,9 @@ def gradients(
     else:
         kernel = kernels.fake_quantize_backward_stochastic
         run(kernel, arrays, (*constants, c.spread), keys, partial, kernels.CHUNK)
-    inverse = [by_stride.index(d) for d in range(x.dim())]
-    return gx.permute(inverse), math.fsum(partial)
+    gx = gx.permute([order.index(d) for d in range(x.dim())])
+    same = keys is None or x.is_contiguous()
+    return gx if same else torch.empty_like(x).copy_(gx), math.fsum(partial)
 
 
 def like(alpha: torch.Tensor, g: float | torch.Tensor) -> torch.Tensor:
