@@ -412,12 +412,26 @@ def test_a_page_gets_the_curves_that_it_asks_for(tmp_path: Path) -> None:
     assert found.startswith("a\n") and found.endswith("b <!-- curves:end -->\n") and refreshed(found, groups) == found
 
 
-@pytest.mark.parametrize("page", ["results.md", "reproduce.md"])
+def test_the_summary_has_the_longest_runs_of_cells_that_have_learned(tmp_path: Path) -> None:
+    write_run(tmp_path, "fp32", 0, [0.2, 0.4, 0.5], 400)
+    write_run(tmp_path, "fp32", 1, [0.2, 0.8], 400)  # shorter, so not a second seed
+    write_run(tmp_path, "bq", 0, [0.2, 0.4], 100)
+    write_run(tmp_path, "dq", 0, [0.2, 0.38, 0.48], 40)
+    write_run(tmp_path, "dq", 0, [0.2, 0.6, 0.7], 40, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)
+    for method in ("fp32", "uq"):
+        write_run(tmp_path, method, 0, [0.1, 0.1], 100, cell="resnet18-cifar10-iid")
+    write_run(tmp_path, "fp32", 0, [0.2, 0.4], 400, cell="lenet-cifar10-dir")
+    text = refreshed("<!-- summary:begin -->\nold\n<!-- summary:end -->\n", by_cell(find_runs(tmp_path)))
+    assert text.count("\n| ") == 2 and "old" not in text
+    assert "| lenet-cifar10-iid | 3 | 1 | 50.0 % | – | – | -2.0 | 10.0× |" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/reproduce.md"])
 def test_the_docs_show_the_records(page: str) -> None:
     """`fedfp8 report results --docs PAGE` would change nothing."""
     root = Path(__file__).parents[1]
-    text = (root / "docs" / page).read_text()
-    assert refreshed(text, paper_runs(root / "results")) == text
+    text = (root / page).read_text()
+    assert "<!-- " in text and refreshed(text, paper_runs(root / "results")) == text
 
 
 def test_how_numbers_are_written() -> None:

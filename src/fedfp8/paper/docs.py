@@ -3,6 +3,7 @@
 A page has places for them:
 
     <!-- records:begin --> ... <!-- records:end -->               every cell of the paper, with its command
+    <!-- summary:begin --> ... <!-- summary:end -->               accuracy and gain of UQ and DQ, cell by cell
     <!-- curves CELL ROUND ROUND ... --> ... <!-- curves:end -->  accuracy round by round, method beside method
 
 One evaluation moves by some tenths of a point, so a table of curves also has the mean of all evaluations in the second
@@ -15,16 +16,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fedfp8.errors import ConfigError
-from fedfp8.paper.compare import Row, Spread, base_of, compare, ordered, spread_of
+from fedfp8.paper.compare import Row, base_of, compare, ordered, spread_of
 from fedfp8.paper.paper import CELLS, TABLES, changes
 from fedfp8.paper.paper_tables import Groups, departures_of
 from fedfp8.paper.plots import name_of
-from fedfp8.paper.records import RunRecord
+from fedfp8.paper.records import RunRecord, longest
 from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, spread_text
 
-__all__ = ["curve_table", "docs_tables", "machine_of", "refreshed", "update_docs"]
+__all__ = ["curve_table", "docs_tables", "machine_of", "refreshed", "summary_table", "update_docs"]
 
 RECORDS = re.compile(r"(<!-- records:begin -->\n).*?(?=<!-- records:end -->)", re.S)
+SUMMARY = re.compile(r"(<!-- summary:begin -->\n).*?(?=<!-- summary:end -->)", re.S)
 CURVES = re.compile(r"(<!-- curves (\S+)((?: \d+)+) -->\n).*?(?=<!-- curves:end -->)", re.S)
 Pair = tuple[RunRecord, RunRecord]  # a run, and the FP32 run that it is measured against
 
@@ -32,10 +34,11 @@ Pair = tuple[RunRecord, RunRecord]  # a run, and the FP32 run that it is measure
 def update_docs(path: Path, groups: Groups) -> None:
     """Put the tables of the records into the places that a Markdown file has for them."""
     text = path.read_text()
-    if not RECORDS.search(text) and not CURVES.search(text):
+    if not any(place.search(text) for place in (RECORDS, SUMMARY, CURVES)):
         raise ConfigError(
-            f"{path} has no place for a table; put the lines <!-- records:begin --> and <!-- records:end -->, or <!-- "
-            "curves CELL ROUND ROUND ... --> and <!-- curves:end -->, where it belongs"
+            f"{path} has no place for a table; put the lines <!-- records:begin --> and <!-- records:end -->, <!-- "
+            "summary:begin --> and <!-- summary:end -->, or <!-- curves CELL ROUND ROUND ... --> and <!-- curves:end "
+            "-->, where it belongs"
         )
     path.write_text(refreshed(text, groups))
 
@@ -48,7 +51,9 @@ def refreshed(text: str, groups: Groups) -> str:
         return f"{found[1]}\n{table.markdown()}\n"
 
     cells = "\n".join(table.markdown("###") for table in docs_tables(groups))
-    return CURVES.sub(curves, RECORDS.sub(lambda found: f"{found[1]}\n{cells}\n", text))
+    text = RECORDS.sub(lambda found: f"{found[1]}\n{cells}\n", text)
+    text = SUMMARY.sub(lambda found: f"{found[1]}\n{summary_table(groups).markdown()}\n", text)
+    return CURVES.sub(curves, text)
 
 
 # Every cell of the paper
@@ -112,6 +117,26 @@ def machine_of(runs: Iterable[RunRecord]) -> str:
 # Curves
 
 
+def summary_table(groups: Groups) -> Table:
+    """UQ and DQ beside FP32: the longest runs of every cell in which FP32 and one of them have learned."""
+    header = ["cell", "rounds", "seeds", "FP32", "UQ beside it", "UQ's gain", "DQ beside it", "DQ's gain", "start sent"]
+    body = []
+    for cell in CELLS:
+        runs = [run for run in longest(groups.get(cell, ())) if len(run.points) > 1]
+        rows = {row.label: (row, v.runs) for row, v in zip(compare(runs), ordered(runs), strict=True) if row.comparable}
+        found = {label: rows[label] for label in ("fp32", "uq", "dq") if label in rows}
+        if "fp32" not in found or len(found) == 1:
+            continue
+        base, fp32 = found["fp32"]
+        line = [cell, str(min(row.rounds for row, _ in found.values())), str(len(base.seeds))]
+        line.append(f"{spread_text(base.accuracy, 100)} %")
+        for method in ("uq", "dq"):
+            row, own = found.get(method, (None, ()))
+            line += [_beside(own, fp32), gain_text(row.gain) if row else NONE]
+        body.append([*line, gain_text(found["dq"][0].gain_with_start) if "dq" in found else NONE])
+    return Table("", header, body)
+
+
 def curve_table(runs: Sequence[RunRecord], rounds: Sequence[int]) -> Table:
     """A row for each variant of a cell that has learned; numbers are means over its seeds."""
     header = ["", "seeds", *map(str, rounds), "second half", "beside FP32", "bits down / up", "fewer bytes", "gain"]
@@ -129,7 +154,7 @@ def _line(row: Row, runs: Sequence[RunRecord], fp32: list[RunRecord], rounds: Se
         ", ".join(str(seed) for seed in row.seeds),
         *(_accuracy([p.value for run in runs for p in run.points if p.round == n], len(runs)) for n in rounds),
         spread_text(spread_of(_late(run, run.rounds) for run in runs), 100),
-        _signed(spread_of(_apart(pair) for pair in pairs)) if row.method != "fp32" and pairs else NONE,
+        _beside(runs, fp32) if row.method != "fp32" else NONE,
         f"{_bits(pairs, 'bytes_down')} / {_bits(pairs, 'bytes_up')}" if pairs else NONE,
         f"{statistics.fmean(map(_fewer, pairs)):.1f}×" if pairs else NONE,
         gain_text(row.gain, row.comparable),
@@ -142,9 +167,10 @@ def _accuracy(values: list[float], seeds: int) -> str:
     return f"{100 * statistics.fmean(values):.1f}" if len(values) == seeds else ""
 
 
-def _signed(value: Spread | None) -> str:
-    text = spread_text(value, 100)
-    return text if value is None or value.mean < 0 else f"+{text}"
+def _beside(runs: Iterable[RunRecord], fp32: Sequence[RunRecord]) -> str:
+    """How far the second half of runs is from FP32's."""
+    value = spread_of(_apart((run, base)) for run in runs if (base := base_of(run, fp32)) is not None)
+    return NONE if value is None else f"{'+' if value.mean >= 0 else ''}{spread_text(value, 100)}"
 
 
 def _late(run: RunRecord, rounds: int) -> float:
