@@ -37,7 +37,9 @@ def test_report_needs_no_torch_and_no_network(tmp_path: Path) -> None:
     write_run(runs, "uq", 0, [0.4, 0.6], 50, sizes=25)
     page = tmp_path / "page.md"
     page.write_text("<!-- records:begin -->\n<!-- records:end -->\n")
-    result = fedfp8("report", str(runs), "--docs", str(page), "--keep", str(tmp_path / "kept"))
+    other = tmp_path / "other.md"
+    other.write_text("<!-- summary:begin -->\n<!-- summary:end -->\n")
+    result = fedfp8("report", str(runs), "--docs", str(page), "--docs", str(other), "--keep", str(tmp_path / "kept"))
     assert result.returncode == 0, result.stderr
     text = (runs / "report.html").read_text()
     sources = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"'\s)>]{1,30})""", text)
@@ -54,7 +56,7 @@ def test_report_needs_no_torch_and_no_network(tmp_path: Path) -> None:
         assert wanted in text
     for name in ("table1.md", "table1.csv", "table1.json", "figure4.pdf", "lenet-cifar10-iid/compare.png"):
         assert (runs / name).exists()
-    assert "60.0 / 4.0× raw, 8.0× sent" in page.read_text()
+    assert "60.0 / 4.0× raw, 8.0× sent" in page.read_text() and "| +0.0 | 8.0× |" in other.read_text()
     kept = tmp_path / "kept" / "lenet-cifar10-iid" / "uq-seed0"
     assert sorted(file.name for file in kept.iterdir()) == ["config.toml", "history.jsonl", "sizes.json"]
 

@@ -119,7 +119,8 @@ def run_plan(experiment: str, jobs: "list[Job]", out: Path, workers: int, device
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What run, compare or reproduce has written.")],
     docs: Annotated[
-        Path | None, typer.Option(help="Also refresh the tables between the markers of this Markdown file.")
+        list[Path] | None,
+        typer.Option(metavar="PAGE", help="Also refresh the tables between the markers of this page; may be repeated."),
     ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Also copy the small records (no checkpoints) into this folder.")
@@ -141,6 +142,6 @@ def report(
     typer.echo(f"{written.headline}\nwritten: {written.path}")
     if keep is not None:
         typer.echo(f"copied {len(export_records(folder, keep))} files to {keep}")
-    if docs is not None:
-        update_docs(docs, paper_runs(folder))
-        typer.echo(f"refreshed: {docs}")
+    for page in docs or ():
+        update_docs(page, paper_runs(folder))
+        typer.echo(f"refreshed: {page}")
