@@ -22,6 +22,7 @@ from fedfp8.paper.records import (
     communication_gain,
     find_runs,
     gain_between,
+    longest,
     points_of,
     read_run,
     variants,
@@ -410,6 +411,15 @@ def test_a_page_gets_the_curves_that_it_asks_for(tmp_path: Path) -> None:
     found = refreshed(text, groups)
     assert "| FP32 FedAvg | 0 | 20.0 | 40.0 |" in found and "old" not in found
     assert found.startswith("a\n") and found.endswith("b <!-- curves:end -->\n") and refreshed(found, groups) == found
+
+
+def test_a_longer_run_stands_for_a_method_once_it_has_got_farther(tmp_path: Path) -> None:
+    write_run(tmp_path, "uq", 0, [0.2, 0.4], 50)
+    path = write_run(tmp_path, "uq", 1, [0.2, 0.4, 0.5, 0.6], 50)
+    assert [run.seed for run in longest(find_runs(tmp_path))] == [1]
+    history = path / "history.jsonl"
+    history.write_text("".join(history.read_text().splitlines(True)[:2]))  # of four rounds only one is done
+    assert [run.seed for run in longest(find_runs(tmp_path))] == [0]
 
 
 def test_the_summary_has_the_longest_runs_of_cells_that_have_learned(tmp_path: Path) -> None:

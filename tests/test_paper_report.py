@@ -77,7 +77,7 @@ def test_figure_4_has_a_curve_a_method_and_no_panel_without_curves(tmp_path: Pat
     assert {cell: [(r.method, r.seed) for r in runs] for cell, runs in cells.items()} == {
         "lenet-cifar10-iid": [("fp32", 0), ("uq", 0)]
     }
-    assert "Not drawn, because they were evaluated only once: lenet-cifar10-dir." in report.path.read_text()
+    assert "they were evaluated only once or ran only methods of Table 2: lenet-cifar10-dir." in report.path.read_text()
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
@@ -85,3 +85,6 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path)
     result = fedfp8("report", str(tmp_path / "missing"))
     assert result.returncode == 1 and "is not a folder" in result.stderr and "Traceback" not in result.stderr
+    for command in (["report", str(tmp_path)], ["bench"]):
+        result = fedfp8(*command, "--docs", str(tmp_path / "none.md"))
+        assert result.returncode and "Invalid value for '--docs'" in result.stderr and "Traceback" not in result.stderr

@@ -120,7 +120,12 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What run, compare or reproduce has written.")],
     docs: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PAGE", help="Also refresh the tables between the markers of this page; may be repeated."),
+        typer.Option(
+            metavar="PAGE",
+            exists=True,
+            dir_okay=False,
+            help="Also refresh the tables between the markers of this page; may be repeated.",
+        ),
     ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Also copy the small records (no checkpoints) into this folder.")

@@ -141,7 +141,12 @@ def bench(
     ] = None,
     docs: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PAGE", help="Measure nothing; put the kept tables between the markers of this page."),
+        typer.Option(
+            metavar="PAGE",
+            exists=True,
+            dir_okay=False,
+            help="Measure nothing; put the kept tables between the markers of this page; may be repeated.",
+        ),
     ] = None,
 ) -> None:
     """Measure the tables of docs/benchmarks.md on this machine (ten minutes), or put the kept ones into pages.

@@ -156,7 +156,7 @@ def add_legend(figure: Figure, columns: int) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     names = list(NAMES.values())
-    found = dict(sorted(found.items(), key=lambda item: rank(item[0].partition(",")[0], names)))
+    found = dict(sorted(found.items(), key=lambda item: rank(item[0].partition(",")[0], names)[0]))
     if found:
         with rc_context(PAPER):
             options: Any = {"loc": "outside lower center"}  # a place that matplotlib's own types do not know

@@ -380,12 +380,13 @@ def _split(label: str, runs: list[RunRecord]) -> list[Variant]:
 
 
 def longest(runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """Of runs that differ only in how long they are to be, the longest."""
+    """Of runs that differ only in how long they are to be, those of the length that has got farthest."""
     found: dict[str, list[RunRecord]] = {}
     for run in runs:
         others = {key: value for key, value in run.settings.items() if key != "round.count"}
         found.setdefault(f"{run.label} {others}", []).append(run)
-    return [run for kind in found.values() for run in kind if run.planned == max(each.planned for each in kind)]
+    lengths = [max(kind, key=lambda run: run.rounds).planned for kind in found.values()]
+    return [run for kind, length in zip(found.values(), lengths, strict=True) for run in kind if run.planned == length]
 
 
 def settings_text(settings: Mapping[str, Any]) -> list[str]:

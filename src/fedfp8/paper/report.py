@@ -77,7 +77,7 @@ def _paper_sections(folder: Path, cells: Groups) -> list[Section]:
     if drawable:
         draw_figure4(drawable, folder / "figure4")
         said = _not_drawn("they have not learned yet", cells.keys() - learned)
-        said += _not_drawn("they were evaluated only once", learned.keys() - drawable)
+        said += _not_drawn("they were evaluated only once or ran only methods of Table 2", learned.keys() - drawable)
         sections.append(Section(TABLES["figure4"].title, image(folder / "figure4.png", "page") + said))
     sections += [_experiment(folder, name) for name in ("figure3", "theory") if (folder / f"{name}.json").exists()]
     return sections
