@@ -426,6 +426,7 @@ def test_the_summary_has_the_longest_runs_of_cells_that_have_learned(tmp_path: P
     write_run(tmp_path, "fp32", 0, [0.2, 0.4, 0.5], 400)
     write_run(tmp_path, "fp32", 1, [0.2, 0.8], 400)  # shorter, so not a second seed
     write_run(tmp_path, "bq", 0, [0.2, 0.4], 100)
+    write_run(tmp_path, "uq", 0, [0.2, 0.42], 100)
     write_run(tmp_path, "dq", 0, [0.2, 0.38, 0.48], 40)
     write_run(tmp_path, "dq", 0, [0.2, 0.6, 0.7], 40, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)
     for method in ("fp32", "uq"):
@@ -433,7 +434,7 @@ def test_the_summary_has_the_longest_runs_of_cells_that_have_learned(tmp_path: P
     write_run(tmp_path, "fp32", 0, [0.2, 0.4], 400, cell="lenet-cifar10-dir")
     text = refreshed("<!-- summary:begin -->\nold\n<!-- summary:end -->\n", by_cell(find_runs(tmp_path)))
     assert text.count("\n| ") == 2 and "old" not in text
-    assert "| lenet-cifar10-iid | 3 | 1 | 50.0 % | – | – | -2.0 | 10.0× |" in text
+    assert "| lenet-cifar10-iid | 3 (UQ 2) | 1 | 50.0 % | +1.0 | 6.0× | -2.0 | 10.0× |" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/reproduce.md"])

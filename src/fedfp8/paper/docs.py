@@ -12,7 +12,7 @@ half of a run, and how far that is from FP32's of the same seed and rounds.
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedfp8.errors import ConfigError
@@ -128,13 +128,20 @@ def summary_table(groups: Groups) -> Table:
         if "fp32" not in found or len(found) == 1:
             continue
         base, fp32 = found["fp32"]
-        line = [cell, str(min(row.rounds for row, _ in found.values())), str(len(base.seeds))]
+        line = [cell, _lengths({label: row.rounds for label, (row, _) in found.items()}), str(len(base.seeds))]
         line.append(f"{spread_text(base.accuracy, 100)} %")
         for method in ("uq", "dq"):
             row, own = found.get(method, (None, ()))
             line += [_beside(own, fp32), gain_text(row.gain) if row else NONE]
         body.append([*line, gain_text(found["dq"][0].gain_with_start) if "dq" in found else NONE])
     return Table("", header, body)
+
+
+def _lengths(rounds: Mapping[str, int]) -> str:
+    """How long the runs of a cell are, and which are shorter: "300 (UQ 121)"."""
+    most = max(rounds.values())
+    shorter = [f"{label.upper()} {count}" for label, count in rounds.items() if count < most]
+    return f"{most} ({', '.join(shorter)})" if shorter else str(most)
 
 
 def curve_table(runs: Sequence[RunRecord], rounds: Sequence[int]) -> Table:
