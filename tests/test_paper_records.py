@@ -334,6 +334,19 @@ def test_arrows_stay_at_or_below_what_was_reached_and_below_100_percent(tmp_path
     assert [p.suffix for p in accuracy_against_bytes(curves, tmp_path / "x")] == [".png", ".pdf"]
 
 
+@pytest.mark.parametrize("least", [1e4, 1e5, 1e6, 1e7, 1e8])
+def test_labels_of_a_logarithmic_axis_do_not_meet(least: float) -> None:
+    """Whatever the range of bytes is, in a panel of Figure 4 as wide as it gets with three of them."""
+    figure, panels = new_figure(7.16, 2.7, 1, 3)
+    axes = panels[0, 0]
+    draw_curves(axes, [Curve("fp32", [3e8, 1.9e10], [0.4, 0.8]), Curve("dq", [least, 3e8], [0.4, 0.8])], {})
+    figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    shown = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+    boxes = sorted((box.x0, box.x1) for box in (label.get_window_extent() for label in shown))
+    assert len(boxes) >= 3 and all(end < begin for (_, end), (begin, _) in pairwise(boxes))
+
+
 def test_arrows_have_the_rows_gain_with_its_spread_and_legends_name_smoke_checks(tmp_path: Path) -> None:
     for seed, size in ((0, 50), (1, 100)):
         write_run(tmp_path, "fp32", seed, [0.4, 0.6], 400)

@@ -70,13 +70,15 @@ def test_figure_4_has_a_curve_a_method_and_no_panel_without_curves(tmp_path: Pat
     write_run(tmp_path, "qat-nearest", 0, [0.4, 0.5], 400)
     for method in ("fp32", "uq"):
         write_run(tmp_path, method, 0, [0.4], 400, cell="lenet-cifar10-dir")
+        write_run(tmp_path, method, 0, [0.4, 0.5], 400, cell="kwt1-speech-speaker")
     with patch("fedfp8.paper.report.draw_figure4", wraps=draw_figure4) as drawn:
         report = write_report(tmp_path)
     assert "FP8FedAvg-UQ needed 8.0 times fewer bytes than FP32 to reach 60.0 % accuracy" in report.headline
     ((cells, _),) = (call.args for call in drawn.call_args_list)
-    assert {cell: [(r.method, r.seed) for r in runs] for cell, runs in cells.items()} == {
-        "lenet-cifar10-iid": [("fp32", 0), ("uq", 0)]
-    }
+    assert [(cell, [(r.method, r.seed) for r in runs]) for cell, runs in cells.items()] == [
+        ("lenet-cifar10-iid", [("fp32", 0), ("uq", 0)]),  # in the paper's order
+        ("kwt1-speech-speaker", [("fp32", 0), ("uq", 0)]),
+    ]
     assert "they were evaluated only once or ran only methods of Table 2: lenet-cifar10-dir." in report.path.read_text()
 
 

@@ -48,7 +48,8 @@ def write_report(folder: Path, chosen: Sequence[Path] | None = None) -> Report:
         key=lambda c: (not c.learned, -max((row.rounds for row in c.rows), default=0))
     )  # the longest first
     sections = [cell_section(comparison, result=len(comparisons) > 1) for comparison in comparisons]
-    sections += _paper_sections(folder, by_cell(run for run in runs if run.cell in CELLS))
+    cells = by_cell(runs)
+    sections += _paper_sections(folder, {cell: cells[cell] for cell in CELLS if cell in cells})
     if not sections:
         raise RunError(
             f"{folder} has no records: no run folders (config.toml, history.jsonl), no figure3.json, no theory.json"
