@@ -194,7 +194,7 @@ def _curve(variant: Variant) -> Curve:
 
 
 def gains_of(curves: Sequence[Curve], rows: Sequence[Row] = ()) -> dict[str, Gain]:
-    """The gains the curves show, for the arrows of a plot; none where either side has not learned yet.
+    """The gains the curves show, for a plot; none where either side has not learned yet.
 
     Numbers are those of the rows, where these are given: means over seeds with their spread.
     """

@@ -16,7 +16,7 @@ NEAREST, STOCHASTIC = STYLES["bq"], STYLES["uq"]
 
 
 def draw_figure4(groups: Mapping[str, Sequence[RunRecord]], path: Path) -> list[Path]:
-    """Accuracy against communicated bytes, a panel per cell, gains as arrows."""
+    """Accuracy against communicated bytes, a panel per cell, with the gains."""
     columns = min(len(groups), 3)
     rows = -(-len(groups) // columns)
     width = COLUMN if columns == 1 else PAGE

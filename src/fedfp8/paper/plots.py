@@ -115,11 +115,11 @@ def accuracy_against_bytes(
 ) -> list[Path]:
     """Draw the curves into ``path`` + .png and .pdf (a suffix of `path` is dropped); returns both paths.
 
-    gains: by method; drawn as arrows from FP32's point to the method's, at the accuracy both reach.
+    gains: by method; written into the panel, the largest also drawn as an arrow.
     """
-    figure, panels = new_figure(width, 0.9 * width)
+    figure, panels = new_figure(width, 0.75 * width)
     draw_curves(panels[0, 0], curves, gains or {}, title)
-    add_legend(figure, columns=2)
+    figure.set_figheight(0.75 * width + add_legend(figure, columns=2))
     return save(figure, path)
 
 
@@ -141,13 +141,13 @@ def draw_curves(axes: Axes, curves: Sequence[Curve], gains: Mapping[str, Gain], 
         axes.set_ylabel(f"test {metric.title}")
         axes.set_title(title)
         axes.margins(y=0.08)
-        _arrows(axes, gains, styles, metric, unit)
+        _show_gains(axes, gains, styles, metric, unit)
 
 
-def add_legend(figure: Figure, columns: int) -> None:
+def add_legend(figure: Figure, columns: int) -> float:
     """One legend below all panels, each method once: inside it would hide a curve sooner or later.
 
-    In so many columns, or as many as the figure is wide enough for.
+    In so many columns, or as many as the figure is wide enough for. Returns its height in inches.
     """
     from matplotlib import rc_context
 
@@ -157,14 +157,17 @@ def add_legend(figure: Figure, columns: int) -> None:
             found.setdefault(label, handle)
     names = list(NAMES.values())
     found = dict(sorted(found.items(), key=lambda item: rank(item[0].partition(",")[0], names)[0]))
-    if found:
-        with rc_context(PAPER):
-            options: Any = {"loc": "outside lower center"}  # a place that matplotlib's own types do not know
-            for fewer in range(columns, 0, -1):
-                legend = figure.legend(list(found.values()), list(found), ncols=fewer, handlelength=2.8, **options)
-                if fewer == 1 or legend.get_window_extent().width <= figure.bbox.width:
-                    break
-                legend.remove()
+    height = 0.0
+    with rc_context(PAPER):
+        options: Any = {"loc": "outside lower center"}  # a place that matplotlib's own types do not know
+        for fewer in range(columns if found else 0, 0, -1):
+            legend = figure.legend(list(found.values()), list(found), ncols=fewer, handlelength=2.8, **options)
+            box = legend.get_window_extent()
+            height = box.height / figure.dpi
+            if fewer == 1 or box.width <= figure.bbox.width:
+                break
+            legend.remove()
+    return height
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
@@ -226,33 +229,43 @@ def _plain_log_labels(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def arrow_text(gain: Gain) -> str:
+def gain_text(gain: Gain) -> str:
     """``8.7×``, ``8.7 ± 0.3×`` with the spread between seeds."""
     return f"{gain.gain:.1f}×" if gain.std is None else f"{gain.gain:.1f} ± {gain.std:.1f}×"
 
 
-def _arrows(axes: Axes, gains: Mapping[str, Gain], styles: Mapping[str, Style], metric: Metric, unit: float) -> None:
-    """One arrow a label, at the value both runs reach, with its gain in the middle.
+def _show_gains(
+    axes: Axes, gains: Mapping[str, Gain], styles: Mapping[str, Style], metric: Metric, unit: float
+) -> None:
+    """Every gain beside its method's marker, in the corner that curves leave free; an arrow shows the largest.
 
-    Arrows of nearly the same height would lie on each other: they move apart downwards, never above what was reached.
+    The arrow goes from FP32's point to the method's, at the value that both reach.
     """
+    from matplotlib.lines import Line2D
+
     low, high = axes.get_ylim()
+    if gains:
+        high += 0.08 * (high - low)  # room for the corner
     if metric.percent:
         high = min(high, 100 + 0.03 * (100 - low))
-    apart, last = 0.075 * (high - low), float("inf")
-    log = axes.get_xscale() == "log"
-    for label, gain in sorted(gains.items(), key=lambda item: (-item[1].value, item[1].gain)):
-        height = last = min(metric.scale * gain.value, last - apart)
-        start, end = gain.base.bytes / unit, gain.method.bytes / unit
-        color = styles[label].color
-        axes.annotate(
-            "", xy=(end, height), xytext=(start, height),
-            arrowprops={"arrowstyle": "->", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "color": color},
-        )  # fmt: skip
-        axes.text(
-            (start * end) ** 0.5 if log else (start + end) / 2, height, arrow_text(gain), color=color, fontsize=7,
-            ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-        )  # fmt: skip
-    axes.set_ylim(min(low, last - apart) if gains else low, high)
+    axes.set_ylim(low, high)
     if metric.percent:
-        axes.set_yticks([tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= 100])
+        axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
+    if not gains:
+        return
+    shown = sorted(gains.items(), key=lambda item: -item[1].gain)
+    label, best = shown[0]
+    height = metric.scale * best.value
+    axes.annotate(
+        "", xy=(best.method.bytes / unit, height), xytext=(best.base.bytes / unit, height),
+        arrowprops={"arrowstyle": "->", "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0, "color": styles[label].color},
+    )  # fmt: skip
+    handles = [
+        Line2D([], [], color=styles[m].color, marker=styles[m].marker, linestyle="", markersize=4) for m, _ in shown
+    ]
+    colors = [styles[m].color for m, _ in shown]
+    axes.legend(
+        handles, [gain_text(gain) for _, gain in shown], labelcolor=colors, title="fewer bytes", title_fontsize=7,
+        handlelength=0.8, handletextpad=0.4, labelspacing=0.25, borderpad=0.1, alignment="left",
+        loc="upper left" if axes.get_xscale() == "log" else "lower right",
+    )  # fmt: skip
