@@ -59,8 +59,9 @@ def make_step(name: str, fp8: bool, memory_format: torch.memory_format, compiled
         prepare(model, input_range=4.0)
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(BATCH, *shape, generator=g), torch.randint(0, 10, (BATCH,), generator=g)
-    if len(shape) == 3:
-        model, x = model.to(memory_format=memory_format), x.contiguous(memory_format=memory_format)
+    model = model.to(memory_format=memory_format)
+    if x.dim() == 4:
+        x = x.contiguous(memory_format=memory_format)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     forward = torch.compile(model, fullgraph=True) if compiled else model
 
@@ -146,7 +147,7 @@ def run(
 
 def _row(name: str, steps: int, memory: bool, compiled: bool) -> dict[str, Any]:
     formats = {"contiguous": torch.contiguous_format}
-    if len(MODELS[name].input_shape) == 3:
+    if any(isinstance(module, nn.Conv2d) for module in build(name, 10).modules()):
         formats["channels_last"] = torch.channels_last
     timed = {label: time_steps(name, f, steps) for label, f in formats.items()}
     best = min(timed, key=lambda label: timed[label][0])

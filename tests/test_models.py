@@ -100,6 +100,29 @@ def test_kwt_last_block_computes_the_class_token_only_and_nothing_changes() -> N
     torch.testing.assert_close(model(x), model.head(y[:, 0]), rtol=1e-9, atol=1e-9)
 
 
+def test_matchboxnet_convolves_sounds_as_images_and_nothing_changes() -> None:
+    """The original's one-dimensional convolutions, dilated in the epilogue, with the same weights."""
+    model, x = build("matchboxnet", seed=0).double(), example("matchboxnet").double()
+
+    def separable(y: Tensor, layers: nn.Sequential, dilation: int = 1) -> Tensor:
+        depthwise, pointwise, norm = layers
+        size = depthwise.weight.shape[2]
+        kernels, padding = depthwise.weight.squeeze(3), dilation * (size - 1) // 2
+        y = F.conv1d(y, kernels, padding=padding, dilation=dilation, groups=len(kernels))
+        return norm(F.conv1d(y, pointwise.weight.squeeze(3)))
+
+    y = F.relu(separable(x, model.prologue[0]))
+    for block in model.blocks:
+        pointwise, norm = block.shortcut
+        y = F.relu(separable(y, block.main) + norm(F.conv1d(y, pointwise.weight.squeeze(3))))
+    y = F.relu(separable(y, model.epilogue[0], dilation=2))
+    pointwise, norm = model.epilogue[2]
+    y = model.classifier(F.relu(norm(F.conv1d(y, pointwise.weight.squeeze(3)))).mean(2))
+    # The same sums in another order: rounding only, in float64
+    torch.testing.assert_close(model(x), y, rtol=1e-9, atol=1e-9)
+    assert torch.equal(model(x[:, :, :101]), model(F.pad(x[:, :, :101], (0, 1))))
+
+
 def first_input_range(model: nn.Module) -> str:
     return next(name for name, _ in model.named_parameters() if name.endswith("beta"))
 

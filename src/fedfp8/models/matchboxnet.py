@@ -8,6 +8,10 @@ paper's "350K" fits no reading of 3x1x64.
 
 GroupNorm stands where the original has BatchNorm, for the reason given in `resnet.py`; the number of
 parameters is the same.
+
+Sounds are images of one column here, frames x 1, for speed: torch convolves images in channels-last memory three to
+five times as fast as `Conv1d` does where every channel has its own kernel. For the same reason the dilated
+convolution is a plain one: in two columns, even and odd frames, those two frames apart are neighbours.
 """
 
 import torch
@@ -19,16 +23,15 @@ __all__ = ["MatchboxNet", "matchboxnet"]
 GROUPS = 2
 
 
-def _separable(inputs: int, outputs: int, size: int, dilation: int = 1) -> nn.Sequential:
-    padding = dilation * (size - 1) // 2
+def _separable(inputs: int, outputs: int, size: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv1d(inputs, inputs, size, padding=padding, dilation=dilation, groups=inputs, bias=False),
+        nn.Conv2d(inputs, inputs, (size, 1), padding=(size // 2, 0), groups=inputs, bias=False),
         *_pointwise(inputs, outputs),
     )
 
 
 def _pointwise(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv1d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs))
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs))
 
 
 class Block(nn.Module):
@@ -44,14 +47,14 @@ class Block(nn.Module):
 
 
 class MatchboxNet(nn.Module):
-    """(batch, features, time) -> (batch, num_classes); any number of frames, 128 in the original."""
+    """(batch, features, frames) -> (batch, num_classes); 128 frames in the original, an odd number gets one more."""
 
     def __init__(self, num_classes: int = 35, features: int = 64) -> None:
         super().__init__()
         self.prologue = nn.Sequential(_separable(features, 128, 11), nn.ReLU(inplace=True))
         self.blocks = nn.Sequential(Block(128, 64, 13), Block(64, 64, 15), Block(64, 64, 17))
         self.epilogue = nn.Sequential(
-            _separable(64, 128, 29, dilation=2),
+            _separable(64, 128, 29),
             nn.ReLU(inplace=True),
             _pointwise(128, 128),
             nn.ReLU(inplace=True),
@@ -59,7 +62,10 @@ class MatchboxNet(nn.Module):
         self.classifier = nn.Linear(128, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.epilogue(self.blocks(self.prologue(x))).mean(2))
+        x = F.pad(x, (0, x.shape[2] % 2)).unsqueeze(3)  # (batch, features, frames, 1)
+        x = self.blocks(self.prologue(x))
+        x = x.reshape(*x.shape[:2], -1, 2)  # (batch, 64, frames / 2, 2)
+        return self.classifier(self.epilogue(x).mean((2, 3)))
 
 
 def matchboxnet(num_classes: int = 35, features: int = 64) -> nn.Module:
