@@ -21,6 +21,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+PICTURES = (".png", ".svg")
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")  # ](path#anchor), not ](https://...)
 log = logging.getLogger("mkdocs.hooks.fedfp8")
 
@@ -30,8 +31,11 @@ def on_files(files: Files, config: Any) -> Files:
     made = {"reference/api.md": api(), "reference/settings.md": settings(), "reference/cli.md": commands()}
     made |= {"reference/errors.md": errors()}
     made |= {PAGES[name]: (ROOT / name).read_text() for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
-    for path in sorted(linked_sources(files)):
-        made[uri_of(path)] = source_page(path)
+    linked = sorted(linked_sources(files))
+    made |= {uri_of(path): source_page(path) for path in linked if path.suffix not in PICTURES}
+    for path in linked:
+        if path.suffix in PICTURES:
+            files.append(File.generated(config, uri_of(path), abs_src_path=str(path)))
     for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
     return files
@@ -76,7 +80,8 @@ def linked_sources(files: Files) -> set[Path]:
 def uri_of(path: Path) -> str:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    return PAGES.get(path.name) or f"source/{path.relative_to(ROOT).as_posix()}.md"
+    source = f"source/{path.relative_to(ROOT).as_posix()}"
+    return PAGES.get(path.name) or (source if path.suffix in PICTURES else f"{source}.md")
 
 
 def source_page(path: Path) -> str:
