@@ -1,9 +1,9 @@
 """The server of a large federation: real messages of the link layer, made-up changes in place of training.
 
-Sixteen rounds pass in which clients are sampled and nothing is coded, so that each holds what it would hold; then
-rounds are measured. The server's side is real: models are coded for each client given what it holds, replies are
-decoded, checked and added to the mean. Clients of one place of a cell would send different replies of the same length;
-here they send the same one. Seconds are processor time of the server alone.
+Sixteen rounds pass in which clients are sampled and one of them is served, so that each holds what it would hold and
+all kernels are compiled; then rounds are measured. The server's side is real: models are coded for each client given
+what it holds, replies are decoded, checked and added to the mean. Clients of one place of a cell would send different
+replies of the same length; here they send the same one. Seconds are processor time of the server alone.
 """
 
 import json
@@ -89,7 +89,7 @@ def simulate(model: str, clients: int, cohort: int, wire: str = "dq", rounds: in
     """Sums over the measured rounds: processor seconds of the server by what it does, bytes, and its peak memory."""
     torch.set_num_threads(1)
     if model != "digits":
-        simulate("digits", 4, 4, wire, 1)  # loads the kernels
+        simulate("digits", 4, 4, wire, 1)  # loads the kernels, whose memory is not the federation's
     before, state = _status("VmRSS"), state_of(prepare(models.build(model, 10, seed=0)))
     weights = sum(spec.size for spec in state.layout if spec.kind != "range")
     rounds = rounds or max(1, min(3, round(30e6 / weights / cohort)))  # a few seconds of work
@@ -100,18 +100,17 @@ def simulate(model: str, clients: int, cohort: int, wire: str = "dq", rounds: in
         chosen = torch.randperm(clients, generator=draw)[:cohort].tolist()
         state = moved(state, MOVE, draw)
         if number < HISTORY:
-            link.open(state, chosen)
-            link.message(chosen[0])  # as in any round: what is made once a model is there
-            for client in chosen:
-                link.confirm(client)
-            continue
-        _measure(link, state, chosen, sums, draw)
+            _round(link, state, chosen, 1, dict.fromkeys(sums, 0.0), draw)
+        else:
+            _round(link, state, chosen, cohort, sums, draw)
     memory = max(_status("VmHWM") - before, 0)
     return sums | {"rounds": rounds, "weights": weights, "memory": memory, "history": link.history.size()}
 
 
-def _measure(link: ServerLink, state: State, chosen: list[int], sums: dict[str, float], draw: torch.Generator) -> None:
-    """One round of all that a server does, beside clients that cost nothing."""
+def _round(
+    link: ServerLink, state: State, chosen: list[int], served: int, sums: dict[str, float], draw: torch.Generator
+) -> None:
+    """All that a server does for the first `served` clients of a round, who cost nothing; the others hold its model."""
     replies: dict[Orders, bytes] = {}
     mark = time.process_time()
 
@@ -123,7 +122,7 @@ def _measure(link: ServerLink, state: State, chosen: list[int], sums: dict[str, 
 
     round, mean = link.open(state, chosen), WeightedMean(state.layout)
     lap("rest")
-    for client in chosen:
+    for client in chosen[:served]:
         sums["holding"] += bool(link.usable(client))
         message = link.message(client)
         lap("code")
@@ -141,6 +140,8 @@ def _measure(link: ServerLink, state: State, chosen: list[int], sums: dict[str, 
         sums["bytes_up"] += len(replies[orders])
         if len(replies) > 32:  # stochastic rounding: each client's own
             replies.clear()
+    for client in chosen[served:]:
+        link.confirm(client)
     mean.result()
     link.close()
     lap("rest")
