@@ -13,7 +13,7 @@ import fedfp8
 from fedfp8.fl import preset
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-OWN = ["regression", "next_character", "segmentation", "transformer", "lora", "loggers"]
+OWN = ["regression", "next_character", "segmentation", "transformer", "lora", "loggers", "fine_tune"]
 
 
 @pytest.fixture
@@ -133,3 +133,27 @@ def test_weights_and_biases_and_mlflow(example, records, monkeypatch: pytest.Mon
         for record in records:
             log(record)
     assert logged == [(r["round"], loggers.numbers(r)) for r in records] * 2
+
+
+def test_fine_tuning_starts_from_the_checkpoint(example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With random pictures in place of CIFAR: what is pretrained is what clients begin with, but for the last layer."""
+    module = example("fine_tune")
+    random = torch.Generator().manual_seed(0)
+
+    def load(name: str) -> types.SimpleNamespace:
+        classes = {"cifar10": 10, "cifar100": 100}[name]
+        x = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8, generator=random)
+        y = torch.randint(0, classes, (200,), generator=random)
+        return types.SimpleNamespace(train_x=x, train_y=y, test_x=x[:20], test_y=y[:20], num_classes=classes)
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(module, "CHECKPOINT", tmp_path / "runs/checkpoint.pt")
+    module.pretrain(epochs=1, batch=50)
+    known = torch.load(module.CHECKPOINT, weights_only=True)
+    task = module.task()
+    assert len(task.clients) == 100 and task.model.fc.out_features == 10
+    found = task.model.state_dict()
+    assert all(torch.equal(found[name], w) for name, w in known.items() if not name.startswith("fc."))
+    config = preset("own", "dq", round__count=1, clients__fraction=0.02, local__epochs=1)
+    history = fedfp8.run(config, **vars(task))
+    assert history.summary["bytes_total"] > 0 and not history.rounds[-1]["rejected"]
