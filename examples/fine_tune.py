@@ -2,7 +2,7 @@
 
 Whoever takes part has the checkpoint already, so it is a start that all share, and DQ codes every model given it.
 
-    python examples/fine_tune.py    # makes the checkpoint: 20 minutes of a core; data are in $FEDFP8_DATA (docs/data.md)
+    python examples/fine_tune.py   # makes the checkpoint: 20 minutes of a core; data are in $FEDFP8_DATA (docs/data.md)
     fedfp8 compare --task examples.fine_tune:task --methods fp32,uq,dq --rounds 40 --eval-every 5 \\
         --set clients.fraction=0.1 --set local.lr=0.03 --set local.epochs=1 --set local.batch_size=50
 """
