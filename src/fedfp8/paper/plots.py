@@ -224,7 +224,7 @@ def _plain_log_labels(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0) if high < 2000 * low else (1.0,)))  # or they would meet
+    axes.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0) if high < 1000 * low else (1.0,)))  # or they would meet
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
