@@ -344,7 +344,7 @@ def test_a_long_legend_makes_a_picture_taller_and_not_its_panel_smaller(tmp_path
 
 @pytest.mark.parametrize(("least", "most"), [*((10.0**n, 1.9e10) for n in range(4, 9)), (1e6, 1e9)])
 def test_labels_of_a_logarithmic_axis_do_not_meet(least: float, most: float) -> None:
-    """Whatever the range of bytes is, in a panel of Figure 4 as wide as it gets with three of them: half a digit apart."""
+    """Whatever the range of bytes is, in a panel of Figure 4 with three of them in a row: half a digit apart."""
     figure, panels = new_figure(7.16, 2.7, 1, 3)
     axes = panels[0, 0]
     draw_curves(axes, [Curve("fp32", [most / 60, most], [0.4, 0.8]), Curve("dq", [least, most / 60], [0.4, 0.8])], {})
