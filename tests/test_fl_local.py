@@ -16,6 +16,7 @@ from fedfp8.fl.federation import Federation, from_tensors
 from fedfp8.fl.local import learning_rate, local_update, minibatches
 from fedfp8.fl.simulate import run_round, sample
 from fedfp8.fp8 import Format, quantize
+from fedfp8.nn import state_of
 from fedfp8.wire import header
 from fl_tools import Inline, first_assignment, own_data, rounds_with, start, tiny
 
@@ -155,6 +156,18 @@ def test_range_learning_rate() -> None:
         return abs(model[0].alpha.item() - before)
 
     assert alpha(0.0) == alpha(0.1) > 0 and alpha(1e-9) == 0
+
+
+@pytest.mark.parametrize("alpha", ["learned", "largest"])
+def test_ranges_that_are_the_largest_weight_clip_nothing_under_adamw(alpha: str) -> None:
+    config = tiny("uq", qat__alpha=alpha)
+    federation = federation_of(config)
+    model = federation.network(config)
+    local = replace(PLAIN, optimizer="adamw", lr=0.02, epochs=20)
+    local_update(model, federation, 0, local, 0.02, torch.Generator().manual_seed(3))
+    state = state_of(model)
+    covered = [float(state[s.range]) == state.largest(s.name) for s in state.layout if s.kind == "fp8" and s.range]
+    assert covered == [alpha == "largest"] * 2
 
 
 def test_epochs_and_steps() -> None:

@@ -15,7 +15,7 @@ from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E5M2
 from fedfp8.models import build
 from fedfp8.modules import MatMul
-from fedfp8.nn import FP8Layer, QuantLinear, float_state_dict, parameter_groups, prepare, report, set_rounding
+from fedfp8.nn import FP8Layer, QuantLinear, float_state_dict, parameter_groups, prepare, report, set_rounding, state_of
 
 
 class Tied(nn.Module):
@@ -304,3 +304,31 @@ def test_checkpointing_activations_gives_the_same_gradients() -> None:
     plain = gradients(model)
     again = gradients(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
     assert len(plain) == len(again) and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranges_that_follow_their_weights_clip_nothing(compiled: bool) -> None:
+    """Adam moves a learned range by its whole rate in every step, whatever the gradient's size, and a range that falls
+    takes its weights with it; the largest magnitude is not learned and covers them at any time."""
+    model = prepare(small(), alpha="largest")
+    learned = prepare(small())
+    for other in (model, learned):
+        forward = torch.compile(other, fullgraph=True, backend="eager") if compiled else other
+        optimizer = torch.optim.AdamW(parameter_groups(other, lr=0.01))
+        for _ in range(20):
+            optimizer.zero_grad()
+            forward(batch()).square().mean().backward()
+            optimizer.step()
+    for layer in (m for m in model.modules() if isinstance(m, FP8Layer)):
+        for name, weight in layer.weights().items():
+            assert getattr(layer, name).grad is None
+            assert getattr(layer, name).item() != weight.abs().max().item(), "the last step has moved the weights"
+    state = state_of(model)
+    for spec in state.layout:
+        if spec.kind == "fp8":
+            assert spec.range is not None and float(state[spec.range]) == state.largest(spec.name), spec.name
+    moved = state_of(learned)
+    assert any(moved.largest(s.name) > float(moved[s.range]) for s in moved.layout if s.kind == "fp8" and s.range)
+
+    with pytest.raises(QuantizationError, match="alpha is 'max'; choose one of learned, largest"):
+        prepare(small(), alpha="max")

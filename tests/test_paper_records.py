@@ -194,6 +194,16 @@ def test_settings_that_do_not_touch_a_run_do_not_keep_seeds_apart(tmp_path: Path
     assert one.label == "fp32" and [run.seed for run in one.runs] == [0, 1]
 
 
+def test_ranges_are_learned_where_a_version_knew_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path, "uq", 0, [0.7], 50)
+    write_run(tmp_path, "uq", 1, [0.7], 50)
+    config = tmp_path / "lenet-cifar10-iid/uq-seed0/config.toml"
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("alpha ")))
+    write_run(tmp_path, "uq", 0, [0.7], 50, name="largest", qat__alpha="largest")
+    found = variants(find_runs(tmp_path))
+    assert [(v.label, [run.seed for run in v.runs]) for v in found] == [("uq", [0, 1]), ("uq:qat.alpha=largest", [0])]
+
+
 def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -> None:
     write_run(tmp_path, "dq", 0, [0.7], 20)
     write_run(tmp_path, "dq", 0, [0.7], 10, name="dq:dq.kappa_up=16-seed0", dq__kappa_up=16.0)

@@ -53,7 +53,7 @@ def state_of(model: nn.Module) -> State:
     """
     for layer in model.modules():
         if isinstance(layer, FP8Layer):
-            layer.clamp_ranges()
+            layer.settle_ranges()
     return State(layout_of(model), {name: _copy(tensor) for name, tensor in _tensors(model)})
 
 

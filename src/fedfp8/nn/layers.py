@@ -4,8 +4,9 @@
 
     y = linear(Q(x; beta), Q(weight; alpha)) + bias
 
-with Q the straight-through quantizer. `alpha` starts at max|weight|; `beta` is 0.0, "not set", until the
-first training batch sets it to max|x|. Until then an input passes as it is.
+with Q the straight-through quantizer. `alpha` starts at max|weight| and is learned, or stays there (``ranges =
+"largest"``); `beta` is 0.0, "not set", until the first training batch sets it to max|x|. Until then an input passes as
+it is.
 
 An input that needs no gradient (the data itself, at the first layer) gets a fixed range: learning it would
 cost a convolution with respect to the data in every step, for one number that the data transform fixes
@@ -61,6 +62,7 @@ class FP8Layer(nn.Module):
     weight_names: ClassVar[dict[str, str]] = {"alpha": "weight"}  # of those ranges that belong to a weight
     format: Format = E4M3
     rounding: str = "nearest"
+    alpha_is: str = "learned"  # or "largest": max|w| at any time
     seed: int = 0
     calls: int = 0  # forward passes in training mode, so that stochastic rounding never draws the same bits twice
     path: str = ""  # the layer's name in the model: for messages and as part of the seed
@@ -76,21 +78,40 @@ class FP8Layer(nn.Module):
         """The rounded weights, each under the name of its range."""
         return {range_name: getattr(self, name) for range_name, name in self.weight_names.items()}
 
-    def clamp_ranges(self) -> None:
-        """Raise every range that is set to its floor."""
+    def settle_ranges(self) -> None:
+        """Raise every range that is set to its floor; ranges that follow their weights catch up."""
         for name in self.range_names:
-            self._settle(name, None)
+            if self._follow(name) is None:
+                self._settle(name, None)
 
     def _operand(self, x: Tensor, name: str) -> Operand:
         """x to be rounded with the range `name`, which is settled first."""
         range_: Tensor = getattr(self, name)
         is_weight = name in self.weight_names
         first_batch = x if self.training and not is_weight else None
+        if self.training and (largest := self._follow(name)) is not None:
+            return Operand(x, largest, *self._rounding(name))
         if in_graph(x):
             range_ = self._settle_in_graph(name, first_batch)
         elif self._settle(name, first_batch) == 0.0:
             return Operand(x, None, self.format, "nearest", None)
         return Operand(x, range_ if is_weight or x.requires_grad else range_.detach(), *self._rounding(name))
+
+    def _follow(self, name: str) -> Tensor | None:
+        """The largest magnitude of a weight whose range is not learned, and is that from now on; None of others."""
+        if self.alpha_is == "learned" or name not in self.weight_names:
+            return None
+        range_: nn.Parameter = getattr(self, name)
+        weight: Tensor = getattr(self, self.weight_names[name]).detach()
+        if not in_graph(weight):
+            largest = initial_alpha(weight, self.path)
+            range_.data.copy_(largest)  # `.data` as in `_settle`
+            return largest
+        largest = _covering(weight)
+        if not _is_exporting():
+            with torch.no_grad():
+                range_.copy_(largest)
+        return largest
 
     def _settle(self, name: str, x: Tensor | None) -> float:
         """`.data` on purpose: the same layer may be used twice in one graph, and only an optimizer step, never the
@@ -163,12 +184,18 @@ class FP8Layer(nn.Module):
 
 
 def initial_alpha(weight: Tensor, path: str) -> Tensor:
-    """max|w| as a 0-d float32 tensor; 1/sqrt(fan-in) for a weight that starts at zero."""
-    largest = weight.detach().abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
-    if not math.isfinite(largest.item()):
+    """max|w| as a 0-d float32 tensor; 1/sqrt(fan-in) for a weight that is all zero."""
+    alpha = _covering(weight.detach())
+    if not math.isfinite(alpha.item()):
         raise QuantizationError(f"the weight of layer {path!r} holds NaN or Inf; FP8 has neither")
+    return alpha
+
+
+def _covering(weight: Tensor) -> Tensor:
+    """The same without a look at the value, for graphs."""
+    largest = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
     floor = weight_floor(weight)
-    return largest.clamp(min=floor) if largest > 0 else torch.full_like(largest, floor / WEIGHT_FLOOR)
+    return torch.where(largest == 0, floor / WEIGHT_FLOOR, largest.clamp(min=floor))
 
 
 class WeightedLayer(FP8Layer):

@@ -60,8 +60,9 @@ WITH_WEIGHTS = (
     nn.MultiheadAttention,
     MatMul,
 )  # what `report` lists as left in float
-SETTINGS = ("format", "rounding", "path", "seed", "calls", "native")  # attributes of a twin, beside its ranges
+SETTINGS = ("format", "rounding", "alpha_is", "path", "seed", "calls", "native")  # what a twin has beside its ranges
 ROUNDINGS = ("nearest", "stochastic", "off")
+ALPHAS = ("learned", "largest")
 
 logger = logging.getLogger("fedfp8")
 
@@ -72,6 +73,7 @@ def prepare(
     *,
     skip: Skip | Iterable[Skip] = (),
     rounding: str = "nearest",
+    alpha: str = "learned",
     input_range: float | None = None,
     compute: str = "emulated",
 ) -> nn.Module:
@@ -80,16 +82,20 @@ def prepare(
 
     format: a `Format` or its name, ``"E5M2"``. skip: layers (with all they contain) to leave in float, each a name
     pattern (``"head"``, ``"blocks.*.out"``), a module type, or a predicate ``(name, module) -> bool``. rounding: of the
-    training forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. input_range: the largest
-    magnitude of the data after its transform, taken as the range of the first layer's input; None takes it
-    from the first batch. compute: ``"emulated"``, FP8 values in float32 arithmetic, or ``"native"``: Linear layers and
-    convolutions of size 1 run on FP8 hardware (`fedfp8.nn.native`); E4M3 and nearest rounding only.
+    training forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. alpha: the ranges of weights,
+    ``"learned"``, or ``"largest"``: each its weight's largest magnitude at any time, so that nothing is clipped, the
+    better choice with Adam. input_range: the largest magnitude of the data after its transform, taken as the range of
+    the first layer's input; None takes it from the first batch. compute: ``"emulated"``, FP8 values in float32
+    arithmetic, or ``"native"``: Linear layers and convolutions of size 1 run on FP8 hardware (`fedfp8.nn.native`); E4M3
+    and nearest rounding only.
 
     `report(model)` says what was swapped and what was left; it is also logged at INFO level. Nothing is
     changed if the call raises.
     """
     format = _check_format(format)
     _check_rounding(rounding)
+    if alpha not in ALPHAS:
+        raise QuantizationError(f"alpha is {alpha!r}; choose one of {', '.join(ALPHAS)}")
     if input_range is not None and not 0 < input_range < float("inf"):
         raise QuantizationError(
             f"input_range is {input_range}; it must be positive and finite: the largest |x| of the data"
@@ -104,7 +110,7 @@ def prepare(
         module.__class__ = UNFUSED[type(module)]
     for name, layer in chosen:
         layer.__class__ = TWINS[type(layer)]
-        layer.format, layer.rounding, layer.path = format, rounding, name
+        layer.format, layer.rounding, layer.path, layer.alpha_is = format, rounding, name, alpha
         own = {range_name: alphas[id(weight)] for range_name, weight in layer.weights().items()}
         place = next((alpha.device for alpha in own.values()), device)
         for range_name in layer.range_names:
@@ -134,7 +140,7 @@ def restore(model: nn.Module, *, rounded: bool = False) -> nn.Module:
         )
     if rounded:
         for layer in found:
-            layer.clamp_ranges()
+            layer.settle_ranges()
         values = {w: (w, getattr(m, r), m.format) for m in found for r, w in m.weights().items()}
         rounded_values = [(w, quantize(w, alpha, format)) for w, alpha, format in values.values()]
         for weight, value in rounded_values:

@@ -204,6 +204,8 @@ class RunRecord:
         free = {"preset", "method", "name", "seed", "data.dir", "round.keep_payloads", "round.eval_sent"}
         if not flat.get("task"):  # empty, or of a version that had none
             free.add("task")
+        if flat.get("qat.rounding") == "off" or flat.get("qat.alpha") == "learned":  # as versions without it had it
+            free.add("qat.alpha")
         if "dithered" not in (flat.get("up.rounding"), flat.get("down.rounding")):
             free |= {key for key in flat if key.startswith("dq.")}
         if flat.get("down.rounding") != "dithered":
