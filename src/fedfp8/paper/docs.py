@@ -17,10 +17,10 @@ from pathlib import Path
 
 from fedfp8.errors import ConfigError
 from fedfp8.paper.compare import Row, base_of, compare, ordered, spread_of
-from fedfp8.paper.paper import CELLS, TABLES, changes
+from fedfp8.paper.paper import CELLS, TABLES, not_preset
 from fedfp8.paper.paper_tables import Groups, departures_of
 from fedfp8.paper.plots import name_of
-from fedfp8.paper.records import RunRecord, longest
+from fedfp8.paper.records import RunRecord, longest, settings_text
 from fedfp8.paper.tables import NONE, NOT_LEARNED, Table, duration_text, gain_text, spread_text
 
 __all__ = ["curve_table", "docs_tables", "machine_of", "refreshed", "summary_table", "update_docs"]
@@ -93,11 +93,11 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
 
 
 def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
-    """What to add to the command for runs like these: length, seeds, and settings that are not the paper's or ours."""
+    """What to add to the command for runs like these: length, seeds, and settings that are not the preset's."""
     if row is None:
         return ""
-    changed = {k: ours for run in runs for k, (ours, _) in changes(cell, run.config).items() if k != "round.count"}
-    sets = [f"{key}={str(value).lower()}" for key, value in changed.items()]
+    changed = {k: ours for run in runs for k, ours in not_preset(cell, run.config).items() if k != "round.count"}
+    sets = settings_text(changed)
     known = {*changed, "round.count"}
     sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in known]
     settings = "".join(f" --set {text}" for text in sets)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ALL", "CELLS", "SETUPS", "TABLES", "Cell", "PaperTable", "Reported", "changes", "deviations"]
+__all__ = ["ALL", "CELLS", "SETUPS", "TABLES", "Cell", "PaperTable", "Reported", "deviations", "not_preset"]
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,22 @@ def _setup(cell: str) -> dict[str, Any]:
 SETUPS: dict[str, dict[str, Any]] = {cell: _setup(cell) for cell in CELLS}
 
 
-def changes(cell: str, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings in which a run departs from the paper's setup: key -> (the run's, the paper's)."""
-    given = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in SETUPS.get(cell, {})}
-    return {key: (given[key], wanted) for key, wanted in SETUPS.get(cell, {}).items() if given[key] != wanted}
+# What the paper leaves open, as our presets have it: no departures, but a command needs them to run the same again
+OPEN: dict[str, Any] = {"model.stem": "", "round.eval_every": 5}
+
+
+def not_preset(cell: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which a run departs from the cell's preset, those that the paper leaves open included."""
+    return {key: ours for key, (ours, _) in _apart(config, SETUPS.get(cell, {}) | OPEN).items()}
 
 
 def deviations(cell: str, config: Mapping[str, Any]) -> list[str]:
-    """The same in words: ``["round.count 60 (paper: 1000)"]``."""
-    return [f"{key} {ours} (paper: {theirs})" for key, (ours, theirs) in changes(cell, config).items()]
+    """What a run does otherwise than the paper, in words: ``["round.count 60 (paper: 1000)"]``."""
+    departures = _apart(config, SETUPS.get(cell, {}))
+    return [f"{key} {ours} (paper: {theirs})" for key, (ours, theirs) in departures.items()]
+
+
+def _apart(config: Mapping[str, Any], setup: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (the run's, the setup's) where they differ."""
+    given = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in setup}
+    return {key: (given[key], wanted) for key, wanted in setup.items() if given[key] != wanted}
