@@ -487,15 +487,15 @@ def test_the_command_of_every_record_asks_for_its_very_settings(tmp_path: Path) 
     for row in (row for table in docs_tables(groups) for row in table.rows if row[3] != "not run yet"):
         _, _, experiment, *options = shlex.split(row[-1].strip("`"))
         given = list(zip(options[::2], options[1::2], strict=True))
-        settings = [parse_assignment(value) for option, value in given if option == "--set"]
         one = dict(given)
         jobs = plan(
             experiment, tmp_path, only=[one["--only"]], methods=one["--methods"].split(","),
-            rounds=int(one["--rounds"]), seeds=[int(seed) for seed in one["--seeds"].split(",")], settings=dict(settings),
+            rounds=int(one["--rounds"]), seeds=[int(seed) for seed in one["--seeds"].split(",")],
+            settings=dict(parse_assignment(value) for option, value in given if option == "--set"),
         )  # fmt: skip
-        for config in (job.config for job in jobs):
-            record = RunRecord(tmp_path, to_dict(config), [], {}, {}, {})
-            asked.setdefault((config.preset, config.method, config.seed), []).append(record.settings)
+        for job in jobs:
+            record = RunRecord(tmp_path, to_dict(job.config), [], {}, {}, {})
+            asked.setdefault((record.cell, record.method, record.seed), []).append(record.settings)
     records = [run for runs in groups.values() for run in runs]
     assert records
     assert [run.path.name for run in records if run.settings not in asked[run.cell, run.method, run.seed]] == []
