@@ -18,7 +18,7 @@ from fedfp8.fl.simulate import run_round, sample
 from fedfp8.fp8 import Format, quantize
 from fedfp8.nn import state_of
 from fedfp8.wire import header
-from fl_tools import Inline, first_assignment, own_data, rounds_with, start, tiny
+from fl_tools import Inline, first_assignment, own_data, own_tiny, rounds_with, start, tiny
 
 
 def federation_of(config: Config, model: nn.Module | None = None) -> Federation:
@@ -168,6 +168,22 @@ def test_ranges_that_are_the_largest_weight_clip_nothing_under_adamw(alpha: str)
     state = state_of(model)
     covered = [float(state[s.range]) == state.largest(s.name) for s in state.layout if s.kind == "fp8" and s.range]
     assert covered == [alpha == "largest"] * 2
+
+
+@pytest.mark.parametrize("alpha", ["learned", "largest"])
+def test_a_run_says_once_that_learned_ranges_have_fallen(alpha: str) -> None:
+    """Labels that the first model finds least likely push every weight, and so the range, towards zero; AdamW's steps
+    are as long as its rate, so that a range of at most 1/sqrt(5) is below a quarter of itself within a few of 0.05."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    with torch.no_grad():
+        clients = [(x, model(x).argmin(1)) for x, _ in own_data()]
+    settings = {"local__optimizer": "adamw", "local__lr": 1e-4, "local__range_lr": 0.05, "local__steps": 5}
+    config = own_tiny("uq", 4, qat__alpha=alpha, **settings)
+    history = fedfp8.run(config, model=model, clients=clients, test=clients[0], workers=0)
+    notes = [note for line in history.rounds for note in line["notes"]]
+    assert len(notes) == (alpha == "learned")
+    assert all("fallen below a quarter" in note and ": 1, the lowest alpha (" in note for note in notes)
 
 
 def test_epochs_and_steps() -> None:

@@ -24,6 +24,7 @@ from fedfp8.fl.export import rounded_state
 from fedfp8.fl.federation import FP32, Federation, build, from_task
 from fedfp8.fl.payloads import keep_payloads, message_layouts, write_tensors
 from fedfp8.fl.pool import Pool, pool_of, refuse_in_worker
+from fedfp8.fl.ranges import fallen_ranges
 from fedfp8.fl.simulate import Record, Server, Workers, run_round
 from fedfp8.fl.summary import summarize
 from fedfp8.fl.task import OWN, Loss, Metric, Score, Task, own_config, task_of
@@ -223,7 +224,9 @@ def execute(
         total = folder.history()[-1]["bytes_total"]
         while server.round < config.round.count and not stop.is_set():
             begin = time.perf_counter()
+            before = server.state
             server, record = run_round(server, config, federation, clients, link)
+            record.notes += fallen_ranges(config, initial, before, server.state)
             for notes in {id(w.notes): w.notes for w in (pool, clients)}.values():
                 record.notes += notes
                 notes.clear()
