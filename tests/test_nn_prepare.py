@@ -310,6 +310,7 @@ def test_checkpointing_activations_gives_the_same_gradients() -> None:
 def test_ranges_that_follow_their_weights_clip_nothing(compiled: bool) -> None:
     """Adam moves a learned range by its whole rate in every step, whatever the gradient's size, and a range that falls
     takes its weights with it; the largest magnitude is not learned and covers them at any time."""
+    torch.manual_seed(0)
     model = prepare(small(), alpha="largest")
     learned = prepare(small())
     for other in (model, learned):
@@ -330,5 +331,37 @@ def test_ranges_that_follow_their_weights_clip_nothing(compiled: bool) -> None:
     moved = state_of(learned)
     assert any(moved.largest(s.name) > float(moved[s.range]) for s in moved.layout if s.kind == "fp8" and s.range)
 
-    with pytest.raises(QuantizationError, match="alpha is 'max'; choose one of learned, largest"):
-        prepare(small(), alpha="max")
+    for name in ("alpha", "beta"):
+        with pytest.raises(QuantizationError, match=f"{name} is 'max'; choose one of learned, largest"):
+            prepare(small(), **{name: "max"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranges_that_follow_their_batches_clip_nothing(compiled: bool) -> None:
+    """Activations grow tenfold while a transformer learns, and Adam moves a range by its rate in every step: KWT-1's
+    keys were cut by a third. The first layer's input, which needs no gradient, keeps its range."""
+    torch.manual_seed(0)
+    model = prepare(small(), beta="largest", input_range=4.0)
+    first, *others = layers = [m for m in model.modules() if isinstance(m, FP8Layer)]
+    largest: dict[FP8Layer, float] = {}
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda m, x: largest.update({m: x[0].abs().max().item()}))
+    forward = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    for scale in (1.0, 30.0, 0.1):
+        forward(scale * batch()).square().sum().backward()
+        model(scale * batch())  # the same batch once more, for the hooks: the same ranges
+        assert [m.beta.item() for m in others] == [largest[m] for m in others]
+        assert [m.beta.grad for m in layers] == [None] * 3 and first.beta.item() == 4
+    with torch.no_grad():
+        for p in (p for name, p in model.named_parameters() if name.endswith("bias")):
+            p.zero_()
+    kept = [m.beta.item() for m in layers]
+    forward(torch.zeros_like(batch()))
+    model.eval()(100 * batch())
+    assert [m.beta.item() for m in layers] == kept, "zeros say nothing, and evaluation changes nothing"
+    model.train()
+    if not compiled:
+        with torch.no_grad():
+            first.weight.fill_(float("nan"))
+        with pytest.raises(QuantizationError, match="NaN or Inf"):
+            model(batch())

@@ -97,6 +97,7 @@ class Federation:
                 skip=self.skip,
                 rounding=config.qat.rounding,
                 alpha=config.qat.alpha,
+                beta=config.qat.beta,
                 input_range=self.input_range,
             )
             for name, value in self.ranges.items():

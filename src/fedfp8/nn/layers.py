@@ -4,9 +4,9 @@
 
     y = linear(Q(x; beta), Q(weight; alpha)) + bias
 
-with Q the straight-through quantizer. `alpha` starts at max|weight| and is learned, or stays there (``ranges =
-"largest"``); `beta` is 0.0, "not set", until the first training batch sets it to max|x|. Until then an input passes as
-it is.
+with Q the straight-through quantizer. `alpha` starts at max|weight|; `beta` is 0.0, "not set", until the first training
+batch sets it to max|x|. Until then an input passes as it is. From there on both are learned, or stay the largest
+magnitude, of the weight and of each batch (``alpha_is``, ``beta_is``).
 
 An input that needs no gradient (the data itself, at the first layer) gets a fixed range: learning it would
 cost a convolution with respect to the data in every step, for one number that the data transform fixes
@@ -63,6 +63,7 @@ class FP8Layer(nn.Module):
     format: Format = E4M3
     rounding: str = "nearest"
     alpha_is: str = "learned"  # or "largest": max|w| at any time
+    beta_is: str = "learned"  # or "largest": max|x| of every training batch
     seed: int = 0
     calls: int = 0  # forward passes in training mode, so that stochastic rounding never draws the same bits twice
     path: str = ""  # the layer's name in the model: for messages and as part of the seed
@@ -81,7 +82,9 @@ class FP8Layer(nn.Module):
     def settle_ranges(self) -> None:
         """Raise every range that is set to its floor; ranges that follow their weights catch up."""
         for name in self.range_names:
-            if self._follow(name) is None:
+            if name in self.weight_names and self.alpha_is == "largest":
+                self._follow(name, getattr(self, self.weight_names[name]))
+            else:
                 self._settle(name, None)
 
     def _operand(self, x: Tensor, name: str) -> Operand:
@@ -89,26 +92,35 @@ class FP8Layer(nn.Module):
         range_: Tensor = getattr(self, name)
         is_weight = name in self.weight_names
         first_batch = x if self.training and not is_weight else None
-        if self.training and (largest := self._follow(name)) is not None:
-            return Operand(x, largest, *self._rounding(name))
-        if in_graph(x):
+        if self.training and self._follows(name, x):
+            range_ = self._follow(name, x)
+        elif in_graph(x):
             range_ = self._settle_in_graph(name, first_batch)
         elif self._settle(name, first_batch) == 0.0:
             return Operand(x, None, self.format, "nearest", None)
         return Operand(x, range_ if is_weight or x.requires_grad else range_.detach(), *self._rounding(name))
 
-    def _follow(self, name: str) -> Tensor | None:
-        """The largest magnitude of a weight whose range is not learned, and is that from now on; None of others."""
-        if self.alpha_is == "learned" or name not in self.weight_names:
-            return None
+    def _follows(self, name: str, x: Tensor) -> bool:
+        """Whether the range is the largest magnitude of x; that of data, which needs no gradient, is fixed."""
+        if name in self.weight_names:
+            return self.alpha_is == "largest"
+        return self.beta_is == "largest" and x.requires_grad
+
+    def _follow(self, name: str, x: Tensor) -> Tensor:
+        """The largest magnitude of x, which the range is from now on; it has no gradient. Zeros change no input's."""
         range_: nn.Parameter = getattr(self, name)
-        weight: Tensor = getattr(self, self.weight_names[name]).detach()
-        if not in_graph(weight):
-            largest = initial_alpha(weight, self.path)
+        graph = in_graph(x)
+        if name in self.weight_names:
+            largest = _covering(x.detach()) if graph else initial_alpha(x, self.path)
+        elif graph:
+            found = torch.ops.fedfp8.settle(torch.zeros_like(range_), x.detach(), *self._settings(name))
+            largest = torch.where(found == 0, range_.detach(), found)
+        else:
+            found = settle(0.0, x, *self._settings(name))
+            largest = torch.full_like(range_.detach(), found or self._settle(name, None))
+        if not graph:
             range_.data.copy_(largest)  # `.data` as in `_settle`
-            return largest
-        largest = _covering(weight)
-        if not _is_exporting():
+        elif not _is_exporting():
             with torch.no_grad():
                 range_.copy_(largest)
         return largest
