@@ -160,7 +160,7 @@ def test_range_learning_rate() -> None:
 
 @pytest.mark.parametrize("alpha", ["learned", "largest"])
 def test_ranges_that_are_the_largest_weight_clip_nothing_under_adamw(alpha: str) -> None:
-    config = tiny("uq", qat__alpha=alpha)
+    config = tiny("uq", qat__ranges=alpha)
     federation = federation_of(config)
     model = federation.network(config)
     local = replace(PLAIN, optimizer="adamw", lr=0.02, epochs=20)
@@ -179,7 +179,7 @@ def test_a_run_says_once_that_learned_ranges_have_fallen(alpha: str) -> None:
     with torch.no_grad():
         clients = [(x, model(x).argmin(1)) for x, _ in own_data()]
     settings = {"local__optimizer": "adamw", "local__lr": 1e-4, "local__range_lr": 0.05, "local__steps": 5}
-    config = own_tiny("uq", 4, qat__alpha=alpha, **settings)
+    config = own_tiny("uq", 4, qat__ranges=alpha, **settings)
     history = fedfp8.run(config, model=model, clients=clients, test=clients[0], workers=0)
     notes = [note for line in history.rounds for note in line["notes"]]
     assert len(notes) == (alpha == "learned")

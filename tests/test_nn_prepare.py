@@ -311,7 +311,7 @@ def test_ranges_that_follow_their_weights_clip_nothing(compiled: bool) -> None:
     """Adam moves a learned range by its whole rate in every step, whatever the gradient's size, and a range that falls
     takes its weights with it; the largest magnitude is not learned and covers them at any time."""
     torch.manual_seed(0)
-    model = prepare(small(), alpha="largest")
+    model = prepare(small(), ranges="largest")
     learned = prepare(small())
     for other in (model, learned):
         forward = torch.compile(other, fullgraph=True, backend="eager") if compiled else other
@@ -331,9 +331,8 @@ def test_ranges_that_follow_their_weights_clip_nothing(compiled: bool) -> None:
     moved = state_of(learned)
     assert any(moved.largest(s.name) > float(moved[s.range]) for s in moved.layout if s.kind == "fp8" and s.range)
 
-    for name in ("alpha", "beta"):
-        with pytest.raises(QuantizationError, match=f"{name} is 'max'; choose one of learned, largest"):
-            prepare(small(), **{name: "max"})  # type: ignore[arg-type]
+    with pytest.raises(QuantizationError, match="ranges is 'max'; choose one of learned, largest"):
+        prepare(small(), ranges="max")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -341,7 +340,7 @@ def test_ranges_that_follow_their_batches_clip_nothing(compiled: bool) -> None:
     """Activations grow tenfold while a transformer learns, and Adam moves a range by its rate in every step: KWT-1's
     keys were cut by a third. The first layer's input, which needs no gradient, keeps its range."""
     torch.manual_seed(0)
-    model = prepare(small(), beta="largest", input_range=4.0)
+    model = prepare(small(), ranges="largest", input_range=4.0)
     first, *others = layers = [m for m in model.modules() if isinstance(m, FP8Layer)]
     largest: dict[FP8Layer, float] = {}
     for layer in layers:

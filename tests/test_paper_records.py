@@ -202,10 +202,10 @@ def test_ranges_are_learned_where_a_version_knew_nothing_else(tmp_path: Path) ->
     write_run(tmp_path, "uq", 0, [0.7], 50)
     write_run(tmp_path, "uq", 1, [0.7], 50)
     config = tmp_path / "lenet-cifar10-iid/uq-seed0/config.toml"
-    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("alpha ")))
-    write_run(tmp_path, "uq", 0, [0.7], 50, name="largest", qat__alpha="largest")
+    config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("ranges ")))
+    write_run(tmp_path, "uq", 0, [0.7], 50, name="largest", qat__ranges="largest")
     found = {v.label: [run.seed for run in v.runs] for v in variants(find_runs(tmp_path))}
-    assert found == {"uq": [0, 1], "uq:qat.alpha=largest": [0]}
+    assert found == {"uq": [0, 1], "uq:qat.ranges=largest": [0]}
 
 
 def test_variants_are_called_what_compare_called_their_folders(tmp_path: Path) -> None:

@@ -100,13 +100,11 @@ class QatConfig:
 
     rounding: str = "nearest"  # nearest | stochastic | off (plain float training)
     format: str = "E4M3"  # FP8 format of weights and activations, e.g. E4M3, E5M2, E3M4
-    alpha: str = "learned"  # ranges of weights: learned, as in the paper | largest: max|w|, clips nothing, for adamw
-    beta: str = "learned"  # ranges of inputs: learned, as in the paper | largest: max|x| of each batch, for adamw
+    ranges: str = "learned"  # learned, as in the paper | largest: max|w|, and max|x| of each batch, for adamw
 
     def __post_init__(self) -> None:
         choice("qat.rounding", self.rounding, "nearest", "stochastic", "off")
-        choice("qat.alpha", self.alpha, "learned", "largest")
-        choice("qat.beta", self.beta, "learned", "largest")
+        choice("qat.ranges", self.ranges, "learned", "largest")
         _check_format("qat.format", self.format)
 
 

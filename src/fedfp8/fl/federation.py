@@ -96,8 +96,7 @@ class Federation:
                 Format.parse(config.qat.format if format == FP32 else format),
                 skip=self.skip,
                 rounding=config.qat.rounding,
-                alpha=config.qat.alpha,
-                beta=config.qat.beta,
+                ranges=config.qat.ranges,
                 input_range=self.input_range,
             )
             for name, value in self.ranges.items():

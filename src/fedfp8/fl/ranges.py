@@ -10,13 +10,13 @@ FALLEN = 0.25  # of what a range began with; under SGD they grow, under Adam the
 
 def fallen_ranges(config: Config, start: State, before: State, after: State) -> list[str]:
     """A note for the round in which the first ranges fall; none as long as there are some."""
-    if config.qat.alpha != "learned" or _fallen(start, before) or not (names := _fallen(start, after)):
+    if config.qat.ranges != "learned" or _fallen(start, before) or not (names := _fallen(start, after)):
         return []
     name = min(names, key=lambda name: float(after[name]) / float(start[name]))
     return [
         f"learned ranges of weights have fallen below a quarter of what they began with: {len(names)}, the lowest "
         f"{name} ({float(start[name]):.3g}, now {float(after[name]):.3g}). Weights beyond them are cut for good, which "
-        "may cost accuracy. Adam does this to small ranges; qat.alpha=largest keeps every range at its largest weight"
+        "may cost accuracy. Adam does this to small ranges; qat.ranges=largest keeps every range at its largest weight"
     ]
 
 

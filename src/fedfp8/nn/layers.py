@@ -6,7 +6,7 @@
 
 with Q the straight-through quantizer. `alpha` starts at max|weight|; `beta` is 0.0, "not set", until the first training
 batch sets it to max|x|. Until then an input passes as it is. From there on both are learned, or stay the largest
-magnitude, of the weight and of each batch (``alpha_is``, ``beta_is``).
+magnitude, of the weight and of each batch (``ranges_are``).
 
 An input that needs no gradient (the data itself, at the first layer) gets a fixed range: learning it would
 cost a convolution with respect to the data in every step, for one number that the data transform fixes
@@ -62,8 +62,7 @@ class FP8Layer(nn.Module):
     weight_names: ClassVar[dict[str, str]] = {"alpha": "weight"}  # of those ranges that belong to a weight
     format: Format = E4M3
     rounding: str = "nearest"
-    alpha_is: str = "learned"  # or "largest": max|w| at any time
-    beta_is: str = "learned"  # or "largest": max|x| of every training batch
+    ranges_are: str = "learned"  # or "largest": max|w| at any time, max|x| of every training batch
     seed: int = 0
     calls: int = 0  # forward passes in training mode, so that stochastic rounding never draws the same bits twice
     path: str = ""  # the layer's name in the model: for messages and as part of the seed
@@ -82,7 +81,7 @@ class FP8Layer(nn.Module):
     def settle_ranges(self) -> None:
         """Raise every range that is set to its floor; ranges that follow their weights catch up."""
         for name in self.range_names:
-            if name in self.weight_names and self.alpha_is == "largest":
+            if name in self.weight_names and self.ranges_are == "largest":
                 self._follow(name, getattr(self, self.weight_names[name]))
             else:
                 self._settle(name, None)
@@ -102,9 +101,7 @@ class FP8Layer(nn.Module):
 
     def _follows(self, name: str, x: Tensor) -> bool:
         """Whether the range is the largest magnitude of x; that of data, which needs no gradient, is fixed."""
-        if name in self.weight_names:
-            return self.alpha_is == "largest"
-        return self.beta_is == "largest" and x.requires_grad
+        return self.ranges_are == "largest" and (name in self.weight_names or x.requires_grad)
 
     def _follow(self, name: str, x: Tensor) -> Tensor:
         """The largest magnitude of x, which the range is from now on; it has no gradient. Zeros change no input's."""

@@ -60,16 +60,7 @@ WITH_WEIGHTS = (
     nn.MultiheadAttention,
     MatMul,
 )  # what `report` lists as left in float
-SETTINGS = (
-    "format",
-    "rounding",
-    "alpha_is",
-    "beta_is",
-    "path",
-    "seed",
-    "calls",
-    "native",
-)  # of a twin, beside its ranges
+SETTINGS = ("format", "rounding", "ranges_are", "path", "seed", "calls", "native")  # what a twin has beside its ranges
 ROUNDINGS = ("nearest", "stochastic", "off")
 RANGES = ("learned", "largest")
 
@@ -82,8 +73,7 @@ def prepare(
     *,
     skip: Skip | Iterable[Skip] = (),
     rounding: str = "nearest",
-    alpha: str = "learned",
-    beta: str = "learned",
+    ranges: str = "learned",
     input_range: float | None = None,
     compute: str = "emulated",
 ) -> nn.Module:
@@ -92,21 +82,20 @@ def prepare(
 
     format: a `Format` or its name, ``"E5M2"``. skip: layers (with all they contain) to leave in float, each a name
     pattern (``"head"``, ``"blocks.*.out"``), a module type, or a predicate ``(name, module) -> bool``. rounding: of the
-    training forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. alpha, beta: the ranges of
-    weights and of inputs, ``"learned"``, or ``"largest"``: the largest magnitude of the weight at any time, or of each
-    training batch, so that nothing is clipped, the better choice with Adam. input_range: the largest magnitude of the
-    data after its transform, taken as the range of the first layer's input; None takes it from the first batch.
-    compute: ``"emulated"``, FP8 values in float32 arithmetic, or ``"native"``: Linear layers and convolutions of size 1
-    run on FP8 hardware (`fedfp8.nn.native`); E4M3 and nearest rounding only.
+    training forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. ranges: ``"learned"``, as in the
+    paper, or ``"largest"``: of a weight its largest magnitude at any time, of an input that of each training batch, so
+    that nothing is clipped, the better choice with Adam. input_range: the largest magnitude of the data after its
+    transform, taken as the range of the first layer's input; None takes it from the first batch. compute:
+    ``"emulated"``, FP8 values in float32 arithmetic, or ``"native"``: Linear layers and convolutions of size 1 run on
+    FP8 hardware (`fedfp8.nn.native`); E4M3 and nearest rounding only.
 
     `report(model)` says what was swapped and what was left; it is also logged at INFO level. Nothing is
     changed if the call raises.
     """
     format = _check_format(format)
     _check_rounding(rounding)
-    for name, given in (("alpha", alpha), ("beta", beta)):
-        if given not in RANGES:
-            raise QuantizationError(f"{name} is {given!r}; choose one of {', '.join(RANGES)}")
+    if ranges not in RANGES:
+        raise QuantizationError(f"ranges is {ranges!r}; choose one of {', '.join(RANGES)}")
     if input_range is not None and not 0 < input_range < float("inf"):
         raise QuantizationError(
             f"input_range is {input_range}; it must be positive and finite: the largest |x| of the data"
@@ -121,7 +110,7 @@ def prepare(
         module.__class__ = UNFUSED[type(module)]
     for name, layer in chosen:
         layer.__class__ = TWINS[type(layer)]
-        layer.format, layer.rounding, layer.path, layer.alpha_is, layer.beta_is = format, rounding, name, alpha, beta
+        layer.format, layer.rounding, layer.path, layer.ranges_are = format, rounding, name, ranges
         own = {range_name: alphas[id(weight)] for range_name, weight in layer.weights().items()}
         place = next((alpha.device for alpha in own.values()), device)
         for range_name in layer.range_names:

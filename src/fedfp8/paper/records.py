@@ -204,9 +204,8 @@ class RunRecord:
         free = {"preset", "method", "name", "seed", "data.dir", "round.keep_payloads", "round.eval_sent"}
         if not flat.get("task"):  # empty, or of a version that had none
             free.add("task")
-        for key in ("qat.alpha", "qat.beta"):
-            if flat.get("qat.rounding") == "off" or flat.get(key) == "learned":  # as versions without it had it
-                free.add(key)
+        if flat.get("qat.rounding") == "off" or flat.get("qat.ranges") == "learned":  # as versions without it had it
+            free.add("qat.ranges")
         if "dithered" not in (flat.get("up.rounding"), flat.get("down.rounding")):
             free |= {key for key in flat if key.startswith("dq.")}
         if flat.get("down.rounding") != "dithered":
