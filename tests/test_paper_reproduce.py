@@ -76,6 +76,21 @@ def test_runs_skips_resumes_and_writes_the_table(tmp_path: Path, monkeypatch: py
     assert [[line[k] for k in keys] for line in continued] == [[line[k] for k in keys] for line in whole.rounds]
 
 
+def test_a_method_with_settings_of_its_own_has_its_own_folder_and_row(tmp_path: Path) -> None:
+    jobs = planned(tmp_path, 1, methods=["uq", "uq:qat.ranges=largest"])
+    assert [(j.name, j.config.qat.ranges) for j in jobs] == [
+        ("digits uq seed 0", "learned"), ("digits uq:qat.ranges=largest seed 0", "largest"),
+    ]  # fmt: skip
+    run_jobs("table1", jobs, tmp_path, workers=0)
+    assert [job.status for job in planned(tmp_path, 1, methods=["uq:qat.ranges=largest"])] == ["done"]
+    rows = json.loads((tmp_path / "digits" / "compare.json").read_text())
+    assert "uq:qat.ranges=largest" in str(rows) and (tmp_path / "digits" / "uq:qat.ranges=largest-seed0").is_dir()
+    with pytest.raises(ConfigError, match="unknown method 'uw'"):
+        planned(tmp_path, 1, methods=["uw:qat.ranges=largest"])
+    with pytest.raises(ConfigError, match="qat.range"):
+        planned(tmp_path, 1, methods=["uq:qat.range=largest"])
+
+
 def test_other_settings_unknown_cells_and_methods_are_refused(tmp_path: Path) -> None:
     run_jobs("table1", planned(tmp_path, 1, methods=["fp32"]), tmp_path, workers=0)
     with pytest.raises(ConfigError, match=r"local\.lr is 0\.1 there and 0\.5 asked for"):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedfp8.cli.display import Display
-from fedfp8.cli.run import INTERRUPTED, resumable, seed_list, split
+from fedfp8.cli.run import INTERRUPTED, METHODS_HELP, resumable, seed_list, split
 from fedfp8.errors import ConfigError
 from fedfp8.machine import cores
 
@@ -21,9 +21,7 @@ Only = Annotated[
     list[str] | None,
     typer.Option(metavar="CELL", help="Only this cell, e.g. lenet-cifar10-iid; may be repeated or comma-separated."),
 ]
-Methods = Annotated[
-    str | None, typer.Option(help="Comma-separated; default: the paper's. fp32 is what gains are measured against.")
-]
+Methods = Annotated[str | None, typer.Option(help=f"Default: the paper's. {METHODS_HELP}")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds of every run; default: the paper's 1000 (or 500).")]
 Seeds = Annotated[str, typer.Option(help="Comma-separated; results are means over them. The paper has three.")]
 Workers = Annotated[int | None, typer.Option(min=0, help="Processes that train clients; default: one a core.")]

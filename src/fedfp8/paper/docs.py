@@ -82,8 +82,11 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
     known = [table.numbers[cell] for table in TABLES.values() if cell in table.numbers]
     paper = next((numbers[method].text() for numbers in known if method in numbers), NONE)
     experiment = next((t.name for t in TABLES.values() if method in t.methods and cell in t.numbers), "table1")
-    methods = "fp32" if method == "fp32" else f"fp32,{method}"
-    command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs)}`"
+    parts = row.label.split(":")[1:] if row else []
+    own = [part for part in parts if "=" in part and part.partition("=")[0] != "round.count"]
+    asked = ":".join([method, *own])
+    methods = asked if method == "fp32" else f"fp32,{asked}"
+    command = f"`fedfp8 reproduce {experiment} --only {cell} --methods {methods}{_options(cell, row, runs, own)}`"
     if row is None:
         return [cell, method, paper, "not run yet", NONE, NONE, NONE, command]
     gains = f"{gain_text(row.gain_raw)} raw, {gain_text(row.gain)} sent" if row.comparable else NOT_LEARNED
@@ -92,15 +95,14 @@ def _docs_line(cell: str, method: str, row: Row | None, runs: Sequence[RunRecord
     return [cell, row.label, paper, ours, length, machine_of(runs), runs[-1].date, command]
 
 
-def _options(cell: str, row: Row | None, runs: Sequence[RunRecord]) -> str:
-    """What to add to the command for runs like these: length, seeds, and settings that are not the preset's."""
+def _options(cell: str, row: Row | None, runs: Sequence[RunRecord], own: Sequence[str]) -> str:
+    """What to add to the command for runs like these: length, seeds, and settings that are neither the preset's nor the
+    method's `own`."""
     if row is None:
         return ""
-    changed = {k: ours for run in runs for k, ours in not_preset(cell, run.config).items() if k != "round.count"}
-    sets = settings_text(changed)
-    known = {*changed, "round.count"}
-    sets += [part for part in row.label.split(":")[1:] if "=" in part and part.partition("=")[0] not in known]
-    settings = "".join(f" --set {text}" for text in sets)
+    known = {"round.count"} | {part.partition("=")[0] for part in own}
+    changed = {k: ours for run in runs for k, ours in not_preset(cell, run.config).items() if k not in known}
+    settings = "".join(f" --set {text}" for text in settings_text(changed))
     return f" --rounds {row.rounds} --seeds {','.join(str(run.seed) for run in runs)}{settings}"
 
 

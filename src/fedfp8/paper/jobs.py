@@ -8,6 +8,7 @@ from typing import Any
 from fedfp8.errors import ConfigError
 from fedfp8.fl import METHODS, Config, from_dict, preset, to_dict, with_settings
 from fedfp8.fl.checkpoint import RunFolder, write_config
+from fedfp8.fl.settings import parse_assignment
 from fedfp8.paper.paper import TABLES
 from fedfp8.paper.records import read_run
 
@@ -53,21 +54,27 @@ def plan(
     data_dir: Path | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Job]:
-    """The runs of a table or of Figure 4, cell by cell, FP32 first.
+    """The runs of a table or of Figure 4, cell by cell, FP32 first. A method may have settings of its own, as in
+    ``dq:dq.kappa_up=16``.
 
     Raises:
         ConfigError: a cell or method that does not exist, or a folder that holds a run with other settings.
     """
     table = TABLES[experiment]
     cells = _chosen("cell", only, table.cells, table.cells)
-    names = _chosen("method", methods, tuple(METHODS), table.methods)
+    _chosen("method", [label.partition(":")[0] for label in methods], tuple(METHODS), ())
     chosen = dict(settings or {})
     if rounds is not None:
         chosen["round.count"] = rounds
     if data_dir is not None:
         chosen["data.dir"] = str(data_dir.resolve())
-    configs = [with_settings(preset(c, m), {**chosen, "seed": s}) for c in cells for m in names for s in seeds]
-    return [find_job(config, out) for config in configs]
+    jobs = []
+    for cell in cells:
+        for label in methods or table.methods:
+            method, *own = label.split(":")
+            config = with_settings(preset(cell, method), chosen | dict(map(parse_assignment, own)))
+            jobs += [find_job(replace(config, seed=seed), out, label if own else "") for seed in seeds]
+    return jobs
 
 
 def _chosen(what: str, given: Sequence[str], known: Sequence[str], default: Sequence[str]) -> Sequence[str]:
