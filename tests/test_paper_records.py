@@ -185,7 +185,8 @@ def test_runs_of_other_settings_are_never_seeds_of_each_other(tmp_path: Path) ->
     names = [row[3] for row in table.rows[:6]]
     assert names[3:5] == ["FP8FedAvg-DQ (ours), dq.kappa_up=16", "FP8FedAvg-DQ (ours), dq.kappa_up=4"]
     commands = [row[-1] for table in docs_tables(by_cell(find_runs(tmp_path))) for row in table.rows if "dq" in row[1]]
-    assert [f"--set dq.kappa_up={k}`" in command for k, command in zip((16, 4), commands, strict=False)] == [True, True]
+    asked = [f"--methods fp32,dq:dq.kappa_up={k} " for k in (16, 4)]
+    assert [text in command for text, command in zip(asked, commands, strict=True)] == [True, True]
 
 
 def test_settings_that_do_not_touch_a_run_do_not_keep_seeds_apart(tmp_path: Path) -> None:

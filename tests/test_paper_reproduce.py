@@ -87,7 +87,7 @@ def test_a_method_with_settings_of_its_own_has_its_own_folder_and_row(tmp_path: 
     assert "uq:qat.ranges=largest" in str(rows) and (tmp_path / "digits" / "uq:qat.ranges=largest-seed0").is_dir()
     with pytest.raises(ConfigError, match="unknown method 'uw'"):
         planned(tmp_path, 1, methods=["uw:qat.ranges=largest"])
-    with pytest.raises(ConfigError, match="qat.range"):
+    with pytest.raises(ConfigError, match=r"qat\.range"):
         planned(tmp_path, 1, methods=["uq:qat.range=largest"])
 
 

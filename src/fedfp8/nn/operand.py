@@ -58,13 +58,13 @@ def settle(value: float, x: Tensor | None, floor: float, is_input: bool, name: s
 
 
 def _largest(x: Tensor, name: str) -> float:
-    """max|x| of the first training batch; under DistributedDataParallel that of all processes' batches."""
+    """max|x| of a training batch; under DistributedDataParallel that of all processes' batches."""
     largest = torch.stack(torch.aminmax(x.detach())).abs().amax()
     if (ddp := DistributedDataParallel._get_active_ddp_module()) is not None:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=ddp.process_group)
     if not math.isfinite(value := largest.item()):
         raise QuantizationError(
-            f"the first batch seen by {name!r} holds NaN or Inf; its largest magnitude was "
+            f"a training batch seen by {name!r} holds NaN or Inf; its largest magnitude was "
             "to become the range. Look for the layer before it that diverged, or for bad data"
         )
     return value
