@@ -100,7 +100,7 @@ class QatConfig:
 
     rounding: str = "nearest"  # nearest | stochastic | off (plain float training)
     format: str = "E4M3"  # FP8 format of weights and activations, e.g. E4M3, E5M2, E3M4
-    ranges: str = "learned"  # learned, as in the paper | largest: max|w|, and max|x| of each batch, for adamw
+    ranges: str = "learned"  # learned, as in the paper | largest: max|w|, and max|x| of each batch
 
     def __post_init__(self) -> None:
         choice("qat.rounding", self.rounding, "nearest", "stochastic", "off")

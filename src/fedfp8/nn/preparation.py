@@ -84,10 +84,10 @@ def prepare(
     pattern (``"head"``, ``"blocks.*.out"``), a module type, or a predicate ``(name, module) -> bool``. rounding: of the
     training forward, ``"nearest"``, ``"stochastic"`` or ``"off"``; see `set_rounding`. ranges: ``"learned"``, as in the
     paper, or ``"largest"``: of a weight its largest magnitude at any time, of an input that of each training batch, so
-    that nothing is clipped, the better choice with Adam. input_range: the largest magnitude of the data after its
-    transform, taken as the range of the first layer's input; None takes it from the first batch. compute:
-    ``"emulated"``, FP8 values in float32 arithmetic, or ``"native"``: Linear layers and convolutions of size 1 run on
-    FP8 hardware (`fedfp8.nn.native`); E4M3 and nearest rounding only.
+    that nothing is clipped and training goes as in float; worth a try with Adam. input_range: the largest magnitude of
+    the data after its transform, taken as the range of the first layer's input; None takes it from the first batch.
+    compute: ``"emulated"``, FP8 values in float32 arithmetic, or ``"native"``: Linear layers and convolutions of size 1
+    run on FP8 hardware (`fedfp8.nn.native`); E4M3 and nearest rounding only.
 
     `report(model)` says what was swapped and what was left; it is also logged at INFO level. Nothing is
     changed if the call raises.
