@@ -262,6 +262,7 @@ def main() -> None:
     content |= {"weights": weights, "skipped": skipped}
     print(section(content))
     if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
         name = file_name(f"peers-{given.preset}" + (f"-{given.only}" if given.only else ""))
         (given.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -1,5 +1,6 @@
 """benchmarks/peers.py: every wire's bytes decode to what it claims, and the federation is the engine's."""
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -288,6 +289,18 @@ def test_a_wire_that_is_done_is_not_run_again(peers, tmp_path: Path, monkeypatch
         assert {k: v for k, v in one.items() if "mbps" not in k} == {k: v for k, v in other.items() if "mbps" not in k}
     with pytest.raises(ConfigError, match="other settings"):
         peers.measure(tiny("fp32", 3), [0], names, tmp_path)
+
+
+def test_the_command_makes_the_folder_it_writes_to(peers, tmp_path: Path, monkeypatch, capsys) -> None:
+    """It used to end in a traceback after all the work."""
+    pytest.importorskip("sklearn")
+    folders = {"--work": str(tmp_path / "work"), "--out": str(tmp_path / "new/folder")}
+    options = {"--rounds": "1", "--epochs": "1", "--only": "^FP16$"} | folders
+    monkeypatch.setattr("sys.argv", ["peers.py", *(word for option in options.items() for word in option)])
+    peers.main()
+    (kept,) = (tmp_path / "new/folder").iterdir()
+    assert [row["wire"] for row in json.loads(kept.read_text())["rows"]] == ["FP32", "FP16", peers.OURS]
+    assert "| FP16 |" in capsys.readouterr().out
 
 
 def test_no_two_wires_share_a_file(peers, codecs) -> None:
