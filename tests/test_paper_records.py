@@ -469,8 +469,9 @@ def test_the_summary_has_the_longest_runs_of_cells_that_have_learned(tmp_path: P
         write_run(tmp_path, method, 0, [0.1, 0.1], 100, cell="resnet18-cifar10-iid")
     write_run(tmp_path, "fp32", 0, [0.2, 0.4], 400, cell="lenet-cifar10-dir")
     text = refreshed("<!-- summary:begin -->\nold\n<!-- summary:end -->\n", by_cell(find_runs(tmp_path)))
-    assert text.count("\n| ") == 2 and "old" not in text
+    assert text.count("\n| ") == 3 and "old" not in text
     assert "| lenet-cifar10-iid | 3 (UQ 2) | 1 | 50.0 % | +1.0 | 6.0× | -2.0 | 10.0× |" in text
+    assert "| lenet-cifar10-iid, dq.kappa_up=16 | 3 | 1 | 50.0 % | – | – | +20.0 | 15.0× |" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/reproduce.md"])

@@ -120,30 +120,37 @@ def machine_of(runs: Iterable[RunRecord]) -> str:
 
 
 def summary_table(groups: Groups) -> Table:
-    """UQ and DQ beside FP32: the longest runs of every cell in which FP32 and one of them have learned."""
+    """UQ and DQ beside FP32: the longest runs of every cell in which FP32 and one of them have learned; in a row of
+    their own those with settings of their own."""
     header = ["cell", "rounds", "seeds", "FP32", "UQ beside it", "UQ's gain", "DQ beside it", "DQ's gain", "start sent"]
     body = []
     for cell in CELLS:
         runs = [run for run in longest(groups.get(cell, ())) if len(run.points) > 1]
         rows = {row.label: (row, v.runs) for row, v in zip(compare(runs), ordered(runs), strict=True) if row.comparable}
-        found = {label: rows[label] for label in ("fp32", "uq", "dq") if label in rows}
-        if "fp32" not in found or len(found) == 1:
-            continue
-        base, fp32 = found["fp32"]
-        line = [cell, _lengths({label: row.rounds for label, (row, _) in found.items()}), str(len(base.seeds))]
-        line.append(f"{spread_text(base.accuracy, 100)} %")
-        for method in ("uq", "dq"):
-            row, own = found.get(method, (None, ()))
-            line += [_beside(own, fp32), gain_text(row.gain) if row else NONE]
-        body.append([*line, gain_text(found["dq"][0].gain_with_start) if "dq" in found else NONE])
+        own = dict.fromkeys(label.partition(":")[2] for label, (row, _) in rows.items() if row.method in ("uq", "dq"))
+        for settings in own if "fp32" in rows else ():
+            asked = {method: f"{method}:{settings}".rstrip(":") for method in ("uq", "dq")}
+            found = {method: rows[label] for method, label in asked.items() if label in rows}
+            body.append(_summary_line(", ".join(filter(None, [cell, settings])), {"fp32": rows["fp32"]} | found))
     return Table("", header, body)
 
 
-def _lengths(rounds: Mapping[str, int]) -> str:
-    """How long the runs of a cell are, and which are shorter: "300 (UQ 121)"."""
-    most = max(rounds.values())
-    shorter = [f"{label.upper()} {count}" for label, count in rounds.items() if count < most]
-    return f"{most} ({', '.join(shorter)})" if shorter else str(most)
+def _summary_line(name: str, found: Mapping[str, tuple[Row, Sequence[RunRecord]]]) -> list[str]:
+    base, fp32 = found["fp32"]
+    line = [name, _uneven({method: row.rounds for method, (row, _) in found.items()})]
+    line.append(_uneven({method: len(row.seeds) for method, (row, _) in found.items()}))
+    line.append(f"{spread_text(base.accuracy, 100)} %")
+    for method in ("uq", "dq"):
+        row, own = found.get(method, (None, ()))
+        line += [_beside(own, fp32), gain_text(row.gain) if row else NONE]
+    return [*line, gain_text(found["dq"][0].gain_with_start) if "dq" in found else NONE]
+
+
+def _uneven(counts: Mapping[str, int]) -> str:
+    """How many rounds or seeds, and which methods have fewer: "300 (UQ 121)"."""
+    most = max(counts.values())
+    fewer = [f"{method.upper()} {count}" for method, count in counts.items() if count < most]
+    return f"{most} ({', '.join(fewer)})" if fewer else str(most)
 
 
 def curve_table(runs: Sequence[RunRecord], rounds: Sequence[int]) -> Table:
