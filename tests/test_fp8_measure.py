@@ -11,6 +11,7 @@ from fedfp8 import E4M3, E5M2, Format, quantize
 from fedfp8.fp8 import rms, squared_error
 from fedfp8.fp8.kernels import CHUNK
 from fedfp8.fp8.measure import largest
+from fedfp8.fp8.strides import use_kernels
 
 ULP = 2.0**-24
 ALPHAS = [0.5, 1.0, 2.7, 4.0]
@@ -103,6 +104,12 @@ def test_largest() -> None:
     x = torch.randn(300_000, generator=torch.Generator().manual_seed(3))
     assert largest(x) == float(x.abs().max())
     assert largest(x.view(300, 1000).t()) == largest(-x) == largest(x)
+    images = x.view(10, 3, 100, 100).contiguous(memory_format=torch.channels_last)
+    assert largest(images) == largest(x) and largest(images[:, :2]) == float(x.view(10, 3, -1)[:, :2].abs().max())
+    assert largest(torch._neg_view(x)) == largest(x) and largest(torch.tensor(-3.0)) == 3.0
+    with use_kernels("0"):
+        assert largest(images) == largest(x) and largest(torch.zeros(0)) == 0.0
+        assert math.isnan(largest(torch.tensor([math.inf, math.nan, 1.0])))
     assert largest(torch.zeros(0)) == 0.0 and largest(torch.tensor([-0.0])) == 0.0
     assert largest(torch.tensor([1.0, -math.inf])) == math.inf
     assert math.isnan(largest(torch.tensor([math.inf, math.nan, 1.0])))

@@ -11,7 +11,7 @@ from fedfp8.fp8.format import E4M3, Format
 from fedfp8.fp8.grid import Grid, grid_for
 from fedfp8.fp8.parallel import Keys, run
 from fedfp8.fp8.quantizers import check_float, rounding_keys
-from fedfp8.fp8.strides import has_kernel
+from fedfp8.fp8.strides import has_kernel, memory_order
 
 __all__ = ["largest", "rms", "squared_error"]
 
@@ -27,14 +27,17 @@ def rms(x: torch.Tensor) -> float:
 
 
 def largest(x: torch.Tensor) -> float:
-    """max|x| of a CPU tensor, 0.0 if empty; Inf or NaN if it holds one."""
+    """max|x|, 0.0 if empty; Inf or NaN if it holds one. On the CPU at the speed of memory, channels-last or not."""
+    if not has_kernel(x) or not x.numel():
+        return float(x.detach().abs().amax()) if x.numel() else 0.0
     from fedfp8.fp8 import kernels
 
-    return float(np.uint32(max(run(kernels.largest_bits, (_flat(x).view(np.uint32),), ()))).view(np.float32))
+    dense = x.detach().permute(memory_order(x))
+    return float(np.uint32(max(run(kernels.largest_bits, (_flat(dense).view(np.uint32),), ()))).view(np.float32))
 
 
 def _flat(x: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = x.detach().float().contiguous().numpy().reshape(-1)
+    array: np.ndarray = x.detach().resolve_neg().float().contiguous().numpy().reshape(-1)
     return array
 
 

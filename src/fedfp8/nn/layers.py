@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import E4M3, Format
+from fedfp8.fp8.measure import largest
 from fedfp8.modules import MatMul
 from fedfp8.nn.native import product
 from fedfp8.nn.operand import ACTIVATION_FLOOR, WEIGHT_FLOOR, Operand, compute, in_graph, settle, weight_floor
@@ -108,19 +109,19 @@ class FP8Layer(nn.Module):
         range_: nn.Parameter = getattr(self, name)
         graph = in_graph(x)
         if name in self.weight_names:
-            largest = _covering(x.detach()) if graph else initial_alpha(x, self.path)
+            value = _covering(x.detach()) if graph else initial_alpha(x, self.path)
         elif graph:
             found = torch.ops.fedfp8.settle(torch.zeros_like(range_), x.detach(), *self._settings(name))
-            largest = torch.where(found == 0, range_.detach(), found)
+            value = torch.where(found == 0, range_.detach(), found)
         else:
             found = settle(0.0, x, *self._settings(name))
-            largest = torch.full_like(range_.detach(), found or self._settle(name, None))
+            value = torch.full_like(range_.detach(), found or self._settle(name, None))
         if not graph:
-            range_.data.copy_(largest)  # `.data` as in `_settle`
+            range_.data.copy_(value)  # `.data` as in `_settle`
         elif not _is_exporting():
             with torch.no_grad():
-                range_.copy_(largest)
-        return largest
+                range_.copy_(value)
+        return value
 
     def _settle(self, name: str, x: Tensor | None) -> float:
         """`.data` on purpose: the same layer may be used twice in one graph, and only an optimizer step, never the
@@ -194,17 +195,18 @@ class FP8Layer(nn.Module):
 
 def initial_alpha(weight: Tensor, path: str) -> Tensor:
     """max|w| as a 0-d float32 tensor; 1/sqrt(fan-in) for a weight that is all zero."""
-    alpha = _covering(weight.detach())
-    if not math.isfinite(alpha.item()):
+    found, floor = largest(weight), weight_floor(weight)
+    if not math.isfinite(found):
         raise QuantizationError(f"the weight of layer {path!r} holds NaN or Inf; FP8 has neither")
-    return alpha
+    alpha = max(found, floor) if found else floor / WEIGHT_FLOOR
+    return torch.tensor(alpha, dtype=torch.float32, device=weight.device)
 
 
 def _covering(weight: Tensor) -> Tensor:
     """The same without a look at the value, for graphs."""
-    largest = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
+    found = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
     floor = weight_floor(weight)
-    return torch.where(largest == 0, floor / WEIGHT_FLOOR, largest.clamp(min=floor))
+    return torch.where(found == 0, floor / WEIGHT_FLOOR, found.clamp(min=floor))
 
 
 class WeightedLayer(FP8Layer):

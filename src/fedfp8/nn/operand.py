@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedfp8.errors import QuantizationError
 from fedfp8.fp8 import Format, fake_quantize, quantize
+from fedfp8.fp8.measure import largest
 from fedfp8.fp8.ste import in_graph
 
 __all__ = ["ACTIVATION_FLOOR", "WEIGHT_FLOOR", "Operand", "compute", "in_graph", "settle", "weight_floor"]
@@ -47,8 +48,8 @@ def settle(value: float, x: Tensor | None, floor: float, is_input: bool, name: s
     the largest magnitude of x. Without x, or with an x that says nothing, such a range stays 0.0.
     """
     if is_input and value == 0.0:
-        largest = 0.0 if x is None or x.numel() == 0 else _largest(x, name)
-        return max(largest, floor) if largest else 0.0
+        found = 0.0 if x is None or x.numel() == 0 else _largest(x, name)
+        return max(found, floor) if found else 0.0
     if not math.isfinite(value):
         raise QuantizationError(
             f"range {name!r} is {value}; it must be finite. The training step before this one diverged: "
@@ -59,10 +60,12 @@ def settle(value: float, x: Tensor | None, floor: float, is_input: bool, name: s
 
 def _largest(x: Tensor, name: str) -> float:
     """max|x| of a training batch; under DistributedDataParallel that of all processes' batches."""
-    largest = torch.stack(torch.aminmax(x.detach())).abs().amax()
+    value = largest(x)
     if (ddp := DistributedDataParallel._get_active_ddp_module()) is not None:
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=ddp.process_group)
-    if not math.isfinite(value := largest.item()):
+        of_all = torch.tensor(value, device=x.device)
+        torch.distributed.all_reduce(of_all, torch.distributed.ReduceOp.MAX, group=ddp.process_group)
+        value = of_all.item()
+    if not math.isfinite(value):
         raise QuantizationError(
             f"a training batch seen by {name!r} holds NaN or Inf; its largest magnitude was "
             "to become the range. Look for the layer before it that diverged, or for bad data"
