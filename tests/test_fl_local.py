@@ -158,20 +158,20 @@ def test_range_learning_rate() -> None:
     assert alpha(0.0) == alpha(0.1) > 0 and alpha(1e-9) == 0
 
 
-@pytest.mark.parametrize("alpha", ["learned", "largest"])
-def test_ranges_that_are_the_largest_weight_clip_nothing_under_adamw(alpha: str) -> None:
-    config = tiny("uq", qat__ranges=alpha)
+@pytest.mark.parametrize("ranges", ["learned", "largest"])
+def test_ranges_that_are_the_largest_weight_clip_nothing_under_adamw(ranges: str) -> None:
+    config = tiny("uq", qat__ranges=ranges)
     federation = federation_of(config)
     model = federation.network(config)
     local = replace(PLAIN, optimizer="adamw", lr=0.02, epochs=20)
     local_update(model, federation, 0, local, 0.02, torch.Generator().manual_seed(3))
     state = state_of(model)
     covered = [float(state[s.range]) == state.largest(s.name) for s in state.layout if s.kind == "fp8" and s.range]
-    assert covered == [alpha == "largest"] * 2
+    assert covered == [ranges == "largest"] * 2
 
 
-@pytest.mark.parametrize("alpha", ["learned", "largest"])
-def test_a_run_says_once_that_learned_ranges_have_fallen(alpha: str) -> None:
+@pytest.mark.parametrize("ranges", ["learned", "largest"])
+def test_a_run_says_once_that_learned_ranges_have_fallen(ranges: str) -> None:
     """Labels that the first model finds least likely push every weight, and so the range, towards zero; AdamW's steps
     are as long as its rate, so that a range of at most 1/sqrt(5) is below a quarter of itself within a few of 0.05."""
     torch.manual_seed(0)
@@ -179,10 +179,10 @@ def test_a_run_says_once_that_learned_ranges_have_fallen(alpha: str) -> None:
     with torch.no_grad():
         clients = [(x, model(x).argmin(1)) for x, _ in own_data()]
     settings = {"local__optimizer": "adamw", "local__lr": 1e-4, "local__range_lr": 0.05, "local__steps": 5}
-    config = own_tiny("uq", 4, qat__ranges=alpha, **settings)
+    config = own_tiny("uq", 4, qat__ranges=ranges, **settings)
     history = fedfp8.run(config, model=model, clients=clients, test=clients[0], workers=0)
     notes = [note for line in history.rounds for note in line["notes"]]
-    assert len(notes) == (alpha == "learned")
+    assert len(notes) == (ranges == "learned")
     assert all("fallen below a quarter" in note and ": 1, the lowest alpha (" in note for note in notes)
 
 

@@ -195,16 +195,17 @@ class FP8Layer(nn.Module):
 
 def initial_alpha(weight: Tensor, path: str) -> Tensor:
     """max|w| as a 0-d float32 tensor; 1/sqrt(fan-in) for a weight that is all zero."""
-    found, floor = largest(weight), weight_floor(weight)
+    found = largest(weight)
     if not math.isfinite(found):
         raise QuantizationError(f"the weight of layer {path!r} holds NaN or Inf; FP8 has neither")
-    alpha = max(found, floor) if found else floor / WEIGHT_FLOOR
-    return torch.tensor(alpha, dtype=torch.float32, device=weight.device)
+    return _covering(weight, torch.tensor(found, dtype=torch.float32, device=weight.device))
 
 
-def _covering(weight: Tensor) -> Tensor:
-    """The same without a look at the value, for graphs."""
-    found = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
+def _covering(weight: Tensor, found: Tensor | None = None) -> Tensor:
+    """The range of a weight whose largest magnitude was found to be this; without it also in graphs, which look at no
+    value."""
+    if found is None:
+        found = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
     floor = weight_floor(weight)
     return torch.where(found == 0, floor / WEIGHT_FLOOR, found.clamp(min=floor))
 
